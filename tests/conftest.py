@@ -1,0 +1,33 @@
+"""Fixtures shared by the tests: the real models (fetched when they can be), the repository's root, small GGUF files."""
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))               # the tests read the checkout, whether or not the package is installed
+
+
+def fetched(name: str) -> Path:
+    from literate_engine.core import model_path
+    try:
+        return model_path(name, fetch=True)
+    except (OSError, ValueError) as e:
+        pytest.skip(f"{name} is not here and cannot be fetched: {e}")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    "SmolLM2-135M-Instruct, Q4_1: the default model."
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    "Gemma 3 270M, Q4_K_M: sliding windows, another tokenizer, k-quants."
+    return fetched("gemma3-270m")

@@ -1,0 +1,91 @@
+"""The shell command, as a process: quick to start, one line for a mistake, JSON for a program."""
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cli(*argv: str, stdin: str = "", timeout: int = 300) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=timeout)
+
+
+def test_help_is_quick():
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = cli("--help")
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0 and all(c in done.stdout for c in ("serve", "generate", "chat", "inspect", "bench", "perplexity", "pull", "probe"))
+    assert min(times) < 1.0, f"{min(times):.2f} s: something heavy is imported"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "inspect", "bench", "perplexity", "pull", "probe"])
+def test_every_command_explains_itself(command):
+    done = cli(command, "--help")
+    assert done.returncode == 0 and "Usage: literate-engine " + command in done.stdout
+
+
+@pytest.mark.parametrize("argv", [
+    ["generate", "no-such-model", "hello"], ["serve", "no-such-model"], ["serve", "--port", "70000"], ["inspect", "no-such-file.gguf"], ["pull", "no-such-model"],
+    ["pull", "hf:only/two"], ["bench", "speed"], ["bench", "decode", "--threads", "0"], ["bench", "decode", "--peer", "nobody"], ["perplexity", "smollm2", "no-such-file.txt"],
+    ["nonsense"], ["serve", "--no-such-option"], ["generate"],
+], ids=" ".join)
+def test_a_mistake_is_one_line(argv):
+    done = cli(*argv)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("literate-engine: ") and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    for name, data in {"empty": b"", "text": b"hello, world", "cut": b"GGUF\x03\x00\x00\x00\xff\xff\xff\xff\xff\xff\xff\xff"}.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(data)
+        done = cli("inspect", str(path))
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_probe():
+    facts = json.loads(cli("probe", "--quick", "--json").stdout)
+    assert facts["cores"] >= 1 and facts["auto"]["device"] == "cpu" and facts["auto"]["why"]
+
+
+def test_inspect(smollm2):
+    report = json.loads(cli("inspect", str(smollm2), "--json").stdout)
+    assert report["architecture"] == "llama" and report["version"] == 3 and len(report["tensors"]) == 272
+    assert "llama" in cli("inspect", "smollm2").stdout
+
+
+def test_generate(smollm2):
+    argv = ["generate", str(smollm2), "-", "--max-tokens", "8", "--json"]
+    first, again = (json.loads(cli(*argv, stdin="The capital of France is").stdout) for _ in range(2))
+    assert first["text"] == again["text"] and "Paris" in first["text"]
+    assert len(first["token_ids"]) <= 8 and first["finish_reason"] in ("length", "stop")
+
+
+def test_perplexity(smollm2, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 4, encoding="utf-8")
+    report = json.loads(cli("perplexity", str(smollm2), str(text), "--json").stdout)
+    assert 1 < report["perplexity"] < 50
+
+
+def test_chat(smollm2):
+    done = cli("chat", str(smollm2), "--temperature", "0", "--max-tokens", "16", stdin="Say hello.\n/new\nSay hello.\n")
+    assert done.returncode == 0 and done.stdout.strip()
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill", "load"])
+def test_bench_beside_its_peer(smollm2, what):
+    pytest.importorskip("xllamacpp")
+    done = cli("bench", what, "smollm2", "--peer", "llama.cpp", "--threads", "1", "--runs", "2", "--n-prompt", "8", "--n-gen", "4", "--no-save", "--json")
+    report = json.loads(done.stdout)
+    (row,) = report["rows"]
+    assert row["ours"] > 0 and row["peer"] > 0 and row["ratio_min"] <= row["ratio"] <= row["ratio_max"] and row["runs"] == 2
+    assert set(row) == {"what", "model", "device", "threads", "n_prompt", "n_gen", "depth", "batch", "ours", "peer", "unit", "ratio", "ratio_min", "ratio_max",
+                        "runs", "ceiling", "share_of_ceiling"} and report["machine"]["cpu"]

@@ -1,0 +1,127 @@
+"""Configs of files that are wrong, through real GGUF files: each is refused with the keys and values in one line."""
+import numpy as np
+import pytest
+
+from literate_engine.config import ModelConfig
+from literate_engine.core import data_dir
+from literate_engine.gguf import GGUFError, GGUFFile, write_gguf
+
+BASE = {"general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 128, "llama.embedding_length": 32,
+        "llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.rope.freq_base": 1e6,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": 8, "tokenizer.ggml.tokens": [f"t{i}" for i in range(40)]}
+GEMMA = {k.replace("llama.", "gemma3."): v for k, v in BASE.items()} | {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 16}
+
+
+def zeros(*shape): return np.zeros(shape, np.float32)
+
+
+def layer(i, n_embd=32, kv=16):
+    names = {"attn_norm": (n_embd,), "attn_q": (n_embd, n_embd), "attn_k": (kv, n_embd), "attn_v": (kv, n_embd), "attn_output": (n_embd, n_embd),
+             "ffn_norm": (n_embd,), "ffn_gate": (48, n_embd), "ffn_up": (48, n_embd), "ffn_down": (n_embd, 48)}
+    return {f"blk.{i}.{k}.weight": zeros(*s) for k, s in names.items()}
+
+
+def tensors(rows=40, n_embd=32):
+    return {"token_embd.weight": zeros(rows, n_embd), **layer(0, n_embd), **layer(1, n_embd), "output_norm.weight": zeros(n_embd)}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(changes=(), tensors_=None, drop=(), base=BASE, **options):
+        metadata = {k: v for k, v in (base | dict(changes)).items() if k not in drop}
+        write_gguf(tmp_path / "m.gguf", metadata, tensors() if tensors_ is None else tensors_)
+        with GGUFFile(tmp_path / "m.gguf") as f:
+            return ModelConfig.from_gguf(f, **options)
+    return load
+
+
+def refused(load, *words, **how):
+    with pytest.raises(GGUFError) as e: load(**how)
+    text = str(e.value)
+    assert "\n" not in text
+    for w in words: assert w in text, (w, text)
+
+
+def test_a_sound_file_loads(load):
+    c = load()
+    assert (c.n_layer, c.n_vocab, c.n_token, c.tied, c.layers[0].rope.base, c.layers[0].attn_scale) == (2, 40, 40, True, 1e6, 8 ** -0.5)
+    assert not load(tensors_=tensors() | {"output.weight": zeros(40, 32)}).tied
+
+
+def test_rope_base_of_the_file_wins_over_defaults(load):                        # BC-088
+    assert load().layers[0].rope.base == 1e6
+    assert load(rope_freq_base=0).layers[0].rope.base == 1e6
+    assert load(rope_freq_base=10000).layers[0].rope.base == 1e4
+    c = load(drop=["llama.rope.freq_base"])
+    assert c.layers[0].rope.base == 1e4 and any("llama.rope.freq_base" in n for n in c.notes)
+    refused(load, "llama.rope.freq_base", "-5", changes={"llama.rope.freq_base": -5.0})
+
+
+@pytest.mark.parametrize("changes, words", [                                    # BC-116
+    ({"llama.block_count": 0}, ["llama.block_count is 0"]),
+    ({"llama.attention.head_count": 0}, ["llama.attention.head_count is 0"]),
+    ({"llama.attention.head_count_kv": 0}, ["llama.attention.head_count_kv is 0"]),
+    ({"llama.attention.head_count_kv": [2, 0]}, ["llama.attention.head_count_kv is [2, 0]"]),
+    ({"llama.attention.head_count_kv": [2, 2, 2]}, ["llama.attention.head_count_kv", "2 values", "got 3"]),
+    ({"llama.embedding_length": 33}, ["llama.embedding_length is 33", "llama.attention.head_count, which is 4"]),
+    ({"llama.attention.head_count": 6, "llama.attention.head_count_kv": 4, "llama.attention.key_length": 8}, ["head_count is 6", "head_count_kv is 4"]),
+    ({"llama.block_count": 2**32 - 1}, ["llama.block_count is 4294967295"]),
+    ({"llama.block_count": "2"}, ["llama.block_count is '2'"]),
+    ({"llama.context_length": -1}, ["llama.context_length is -1"]),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ["llama.attention.layer_norm_rms_epsilon is nan"]),
+    ({"llama.rope.scaling.type": "su"}, ["llama.rope.scaling.type is 'su'"]),
+    ({"general.architecture": "gemma4"}, ["'gemma4'", "near names: gemma3", "supported: gemma3, llama"]),
+    ({"general.architecture": 7}, ["general.architecture is 7"]),
+])
+def test_numbers_that_cannot_be(load, changes, words): refused(load, *words, changes=changes)
+
+
+def test_a_file_without_tensors(load): refused(load, "token_embd.weight is missing", tensors_={})                # BC-116
+
+
+def test_missing_keys(load):
+    for key in ("block_count", "embedding_length", "context_length", "feed_forward_length", "attention.head_count", "attention.layer_norm_rms_epsilon"):
+        refused(load, f"llama.{key} is missing", drop=[f"llama.{key}"])
+    refused(load, "general.architecture is missing", drop=["general.architecture"])
+
+
+def test_rows_and_tokens(load):                                                 # BC-120
+    c = load(tensors_=tensors(rows=44))
+    assert (c.n_vocab, c.n_token) == (44, 40)
+    refused(load, "tokenizer.ggml.tokens has 40 entries", "36 rows", tensors_=tensors(rows=36))
+    refused(load, "output.weight", "(40, 32)", "(44, 32)", tensors_=tensors(rows=44) | {"output.weight": zeros(40, 32)})
+
+
+@pytest.mark.parametrize("base, changes, words", [                              # BC-124
+    (BASE, {"llama.expert_count": 0, "llama.expert_used_count": 2}, ["llama.expert_count is 0", "llama.expert_used_count is 2"]),
+    (BASE, {"llama.expert_count": 2, "llama.expert_used_count": 4}, ["llama.expert_count is 2", "llama.expert_used_count is 4"]),
+    (BASE, {"llama.expert_count": 2, "llama.expert_used_count": 0}, ["llama.expert_count is 2", "llama.expert_used_count is 0"]),
+    (BASE, {"llama.rope.dimension_count": 7}, ["llama.rope.dimension_count is 7", "which is 8"]),
+    (BASE, {"llama.rope.dimension_count": 16, "llama.attention.key_length": 8}, ["llama.rope.dimension_count is 16", "llama.attention.key_length, which is 8"]),
+    (BASE, {"llama.attention.sliding_window": 0}, ["llama.attention.sliding_window is 0", "llama.block_count = 2"]),
+    (GEMMA, {"gemma3.attention.sliding_window": 0}, ["gemma3.attention.sliding_window is 0", "gemma3.block_count = 2"]),
+])
+def test_keys_that_contradict_each_other(load, base, changes, words): refused(load, *words, base=base, changes=changes)
+
+
+def test_experts_are_refused_by_name(load):
+    refused(load, "llama.expert_count is 8", "not supported yet", changes={"llama.expert_count": 8, "llama.expert_used_count": 2})
+
+
+def test_tensors_missing_cut_or_unknown(load):
+    lost = tensors(); del lost["blk.1.ffn_up.weight"]
+    refused(load, "blk.1.ffn_up.weight is missing", "(48, 32)", tensors_=lost)
+    refused(load, "blk.1.ffn_up.weight", "(48, 16)", "(48, 32)", tensors_=tensors() | {"blk.1.ffn_up.weight": zeros(48, 16)})
+    refused(load, "blk.0.attn_q.bias", tensors_=tensors() | {"blk.0.attn_q.bias": zeros(32)})
+    refused(load, "blk.2.attn_norm.weight", tensors_=tensors() | layer(2))
+
+
+def test_fixtures_of_other_engines():
+    folder = data_dir() / "fixtures" / "models"
+    for name, n_layer, tied in (("llama", 3, False), ("llama3rope", 3, True), ("gemma3", 7, True)):
+        with GGUFFile(folder / f"{name}.gguf") as f: c = ModelConfig.from_gguf(f)
+        assert (c.n_layer, c.n_vocab, c.tied) == (n_layer, 512, tied)
+        if name == "llama3rope": assert c.layers[0].rope.freq_factors == "rope_freqs.weight"
+        if name == "gemma3":
+            assert [s.window for s in c.layers] == [16] * 5 + [0, 16]
+            assert [s.rope.base for s in c.layers] == [1e4] * 5 + [1e6, 1e4] and c.embed_scale == 8.0

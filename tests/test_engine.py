@@ -1,0 +1,321 @@
+"""Scheduler and engine under random load, failures, threads and limits, with a scripted model; then the real one."""
+import json
+import queue
+import random
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from literate_engine.core import data_dir
+from literate_engine.engine import LLM, Engine, EngineConfig, EngineFull, Loaded, ScriptedModel, choices
+from literate_engine.kvcache import BLOCK_SIZE, BlockPool, blocks_needed
+from literate_engine.sampling import SamplingParams
+from literate_engine.scheduler import Request, Scheduler
+from literate_engine.tokenizer import Tokenizer, byte_alphabet
+
+END = 256
+TOKENIZER = Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
+                       "tokenizer.ggml.token_type": np.array([1] * 256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": END})
+
+
+def hashed(tokens): return sum((i + 3) * (t + 1) * (t + 11) for i, t in enumerate(tokens)) % 251
+
+
+def alone(prompt, n):
+    tokens = list(prompt)
+    for _ in range(n): tokens.append(hashed(tokens))
+    return tokens[len(prompt):]
+
+
+def make(script=hashed, n_vocab=257, num_blocks=33, max_model_len=64, **config):
+    config = EngineConfig(max_model_len=max_model_len, **config)
+    model = ScriptedModel(script, n_vocab, 257, max_model_len, num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+    return Engine(Loaded(model, TOKENIZER, None, {}, "toy"), config)
+
+
+def free(engine):
+    engine.core.scheduler.check_integrity()
+    return engine.model.pool.num_free == engine.model.pool.num_blocks - 1
+
+
+# ---- scheduler ----
+
+def random_schedule(seed):
+    rng = random.Random(seed)
+    max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
+    pool = BlockPool(1 + blocks_needed(max_len) + rng.randrange(4))
+    s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]))
+    slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}
+    for i in range(rng.randint(3, 14)):
+        n = rng.randint(1, rng.choice([6, 6, max_len // 2, max_len - 1]))
+        todo.append((Request(str(i), [rng.randrange(250) for _ in range(n)], all_rows=rng.random() < 0.2), rng.randint(1, min(40, max_len - n))))
+        wanted[str(i)] = todo[-1][0].token_ids + alone(todo[-1][0].token_ids, todo[-1][1])
+    finished = aborted = 0
+    while todo or s.num_unfinished:
+        while todo and rng.random() < 0.4:
+            r, n = todo.pop()
+            s.add(r)
+            live[r.request_id] = (r, n)
+        if live and rng.random() < 0.03:
+            r, _ = live.pop(rng.choice(list(live)))
+            s.finish(r)
+            aborted += 1
+            assert r.status == "finished" and not r.block_ids
+        step = s.schedule()
+        assert step.num_tokens <= s.max_num_batched_tokens and len(step.scheduled) <= max_num_seqs
+        assert sum(n if r.all_rows else r.rows(n) is not None for r, n in step.scheduled) <= s.max_num_rows
+        assert step.scheduled or not s.num_unfinished, "no progress"
+        def where(r, p): return r.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for r, n in step.scheduled:
+            for p, t in enumerate(r.next_tokens(n), r.num_computed_tokens): slots[where(r, p)] = t
+        s.update(step, {r.request_id: hashed([slots[where(r, p)] for p in range(r.num_tokens)]) for r, n in step.scheduled if n == r.num_new_tokens})
+        for r, _ in step.scheduled:
+            if r.num_tokens - r.num_prompt_tokens == live[r.request_id][1]:
+                s.finish(r)
+                assert r.token_ids == wanted[r.request_id]
+                del live[r.request_id]
+                finished += 1
+        s.check_integrity()
+    assert not live and pool.num_free == pool.num_blocks - 1 and finished + aborted == len(wanted)
+    return s.num_preemptions
+
+
+def test_a_thousand_random_schedules():
+    assert sum(random_schedule(seed) for seed in range(1000)) > 100
+
+
+def test_a_preempted_request_returns_as_if_nothing_happened():                       # BC-090
+    engine, outs, got = make(num_blocks=8, max_model_len=48, max_num_seqs=4, max_num_batched_tokens=16), queue.SimpleQueue(), {k: [] for k in "abcd"}
+    for k in got: engine.submit([ord(k)] * 12, SamplingParams(max_tokens=20, ignore_eos=True), outs.put, request_id=k)
+    engine.start()
+    for _ in range(80):
+        o = outs.get()
+        got[o.request_id] += o.token_ids
+    assert got == {k: alone([ord(k)] * 12, 20) for k in got}
+    assert engine.stats()["num_preemptions"] > 0 and free(engine)
+    engine.stop()
+
+
+# ---- engine ----
+
+def test_the_context_limit_ends_a_text_that_never_ends():                             # BC-100
+    with LLM(make(lambda tokens: 65)) as llm:
+        [o] = llm.generate([1] * 10, SamplingParams(max_tokens=None))
+        assert (o.finish_reason, len(o.token_ids)) == ("length", 54) and free(llm.engine)
+        [o] = llm.generate([1] * 63, SamplingParams(max_tokens=None))
+        assert (o.finish_reason, len(o.token_ids)) == ("length", 1)
+        with pytest.raises(ValueError, match="64 tokens.*max_model_len is 64"): llm.generate([1] * 64)
+        with pytest.raises(ValueError, match="token id 257 at position 1"): llm.generate([1, 257])
+
+
+def test_padding_ids_are_never_sampled():                                             # BC-120, rows > tokens
+    with LLM(make(lambda tokens: 258 if len(tokens) < 12 else 66, n_vocab=260)) as llm:
+        [o] = llm.generate([1] * 10, SamplingParams(max_tokens=4))
+        assert max(o.token_ids) < 257 and llm.logits([1] * 10).shape == (10, 260)
+
+
+def test_abort_frees_within_one_step():
+    engine, outs = make(lambda tokens: 65, max_model_len=512, num_blocks=40), queue.SimpleQueue()
+    engine.start()
+    ids = [engine.submit([i], SamplingParams(max_tokens=None), outs.put) for i in range(4)]
+    outs.get()
+    before = engine.core.num_steps
+    for i in ids[:3]: engine.abort(i)
+    engine.abort("unknown")
+    ends = {}
+    while len(ends) < 4:
+        o = outs.get()
+        if o.finish_reason: ends[o.request_id] = (o.finish_reason, engine.core.num_steps)
+    assert [ends[i][0] for i in ids] == ["abort"] * 3 + ["length"]
+    assert free(engine)
+    assert engine.core.num_steps > before
+    engine.stop()
+
+
+def test_abort_while_waiting_is_never_computed():
+    engine, outs, computed = make(lambda tokens: computed.add(tokens[0]) or 65, max_num_seqs=1), queue.SimpleQueue(), set()
+    engine.submit([1], SamplingParams(max_tokens=30), outs.put)
+    waiting = engine.submit([2], SamplingParams(max_tokens=30), outs.put)
+    engine.abort(waiting)
+    engine.start()
+    ends = {}
+    while len(ends) < 2:
+        o = outs.get()
+        if o.finish_reason: ends[o.request_id] = o.finish_reason
+    assert ends[waiting] == "abort" and computed == {1} and free(engine)
+    engine.stop()
+
+
+def test_one_failure_harms_no_other(caplog):
+    def script(tokens):
+        if tokens[0] == 13 and len(tokens) == 8: raise RuntimeError("boom")
+        return hashed(tokens)
+    with LLM(make(script)) as llm:
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        outputs = llm.generate([[12] * 5, [13] * 5, [14] * 5], params)
+        assert [o.finish_reason for o in outputs] == ["length", "error", "length"] and "boom" in outputs[1].error
+        assert len(outputs[1].token_ids) == 3 and free(llm.engine)
+        for o, c in ((outputs[0], 12), (outputs[2], 14)): assert o.token_ids == alone([c] * 5, 12)
+        with pytest.raises(RuntimeError, match="boom"): llm.logits([13] * 9)
+        assert llm.generate([12] * 5, params)[0].token_ids == alone([12] * 5, 12)
+
+
+def test_a_failing_callback_ends_only_its_request(caplog):
+    engine, outs = make().start(), queue.SimpleQueue()
+    def bad(o): raise KeyError("client")
+    engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True), bad)
+    engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True), outs.put)
+    ids = []
+    while True:
+        o = outs.get()
+        ids += o.token_ids
+        if o.finish_reason: break
+    assert ids == alone([1, 2], 9) and free(engine) and engine.ready
+    engine.stop()
+
+
+def test_many_threads():
+    engine, results, lock = make(num_blocks=20, max_num_seqs=6, max_num_waiting=1000).start(), {}, threading.Lock()
+    def client(k):
+        rng = random.Random(k)
+        for _ in range(8):
+            prompt, n, outs, got = [rng.randrange(250) for _ in range(rng.randint(1, 30))], rng.randint(1, 30), queue.SimpleQueue(), []
+            quit_after = rng.choice([None, None, 1])
+            request_id = engine.submit(prompt, SamplingParams(max_tokens=n, ignore_eos=True), outs.put)
+            while True:
+                o = outs.get()
+                got += o.token_ids
+                if o.finish_reason: break
+                if quit_after: engine.abort(request_id)
+            want = alone(prompt, n)
+            with lock: results[k, _] = got == want if o.finish_reason == "length" else o.finish_reason == "abort" and got == want[:len(got)]
+    threads = [threading.Thread(target=client, args=(k,)) for k in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join(60)
+    assert len(results) == 64 and all(results.values()) and free(engine)
+    engine.stop()
+
+
+def test_full_queue_and_ids():
+    engine = make(max_num_seqs=1, max_num_waiting=1)
+    engine.submit([1], None, print, request_id="a")
+    with pytest.raises(ValueError, match="'a' is in use"): engine.submit([1], None, print, request_id="a")
+    engine.submit([1], None, print)
+    with pytest.raises(EngineFull): engine.submit([1], None, print)
+    engine.stop()
+    with pytest.raises(RuntimeError, match="stopped"): engine.submit([1], None, print)
+
+
+def test_llm_waits_where_the_queue_is_full():
+    with LLM(make(max_num_seqs=2, max_num_waiting=1)) as llm:
+        outputs = llm.generate([[i] for i in range(20)], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert [o.token_ids for o in outputs] == [alone([i], 5) for i in range(20)]
+
+
+def test_stop_ends_everyone_and_gives_back():
+    engine, outs = make(lambda tokens: 65, max_model_len=4096, num_blocks=300), queue.SimpleQueue()
+    engine.start()
+    for i in range(3): engine.submit([i], SamplingParams(max_tokens=None), outs.put)
+    outs.get()
+    engine.stop()
+    engine.stop()
+    reasons = []
+    while not outs.empty():
+        if (o := outs.get()).finish_reason: reasons.append(o.finish_reason)
+    assert reasons == ["abort"] * 3 and engine.model.closed and not engine.ready and free(engine)
+
+
+def test_seeds():
+    draw = SamplingParams(max_tokens=12, temperature=5.0, ignore_eos=True, n=3, seed=5)
+    assert [c.seed for c in choices(draw)] == [5, 6, 7] and choices(replace(draw, seed=None))[1].seed is None
+    with LLM(make(lambda tokens: 65)) as llm:
+        three = [o.token_ids for o in llm.generate([1], draw)]
+        assert llm.generate([1], replace(draw, n=1, seed=6))[0].token_ids == three[1] and len(set(map(tuple, three))) == 3
+    runs = []
+    for _ in range(2):
+        with LLM(make(lambda tokens: 65, seed=1)) as llm: runs.append([o.token_ids for o in llm.generate([[1], [1]], replace(draw, n=1, seed=None))])
+    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+
+
+def test_prompt_logprobs_and_rows():
+    with LLM(make(lambda tokens: (tokens[-1] + 1) % 256, max_num_seqs=3, max_num_batched_tokens=11)) as llm:
+        prompts = [list(range(20, 50)), list(range(60, 75)), list(range(5))]
+        for o, p in zip(llm.generate(prompts, SamplingParams(max_tokens=3, prompt_logprobs=2, logprobs=1)), prompts):
+            assert o.prompt_logprobs[0] is None and len(o.prompt_logprobs) == len(p) and len(o.logprobs) == 3
+            assert all(t.token_id == i and t.top[0][0] == i and t.logprob > -0.1 for t, i in zip(o.prompt_logprobs[1:], p[1:]))
+            assert [t.token_id for t in o.logprobs] == o.token_ids == [p[-1] + 1, p[-1] + 2, p[-1] + 3]
+        assert llm.logits(prompts[0]).argmax(-1).tolist() == list(range(21, 51))
+
+
+@pytest.mark.parametrize("options, field", [
+    ({"device": "cuda"}, "device"), ({"activations": "int4"}, "activations"), ({"kv_type": "q4_0"}, "kv_type"), ({"num_threads": 0}, "num_threads"),
+    ({"max_model_len": "8"}, "max_model_len"), ({"max_num_seqs": True}, "max_num_seqs"), ({"kv_memory": -1}, "kv_memory"), ({"seed": -1}, "seed"),
+    ({"enable_prefix_caching": True}, "enable_prefix_caching"), ({"yarn_truncate": True}, "yarn_truncate"),
+    ({"kv_type": "f16", "kv_type_v": "f32"}, "kv_type_v"), ({"rope_freq_base": float("nan")}, "rope_freq_base")])
+def test_options_are_refused_by_name(options, field):
+    with pytest.raises(ValueError, match=field): EngineConfig(**options)
+
+
+def test_an_idle_engine_sleeps():
+    engine = make().start()
+    time.sleep(0.05)
+    used = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - used < 0.1 and engine.core.num_steps == 0
+    engine.stop()
+
+
+# ---- the real model ----
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads((data_dir() / "fixtures" / "real" / "smollm2_generation.json").read_text())["prompts"]
+
+
+def agree(got, want, gaps, limit):
+    "Greedy ids are equal up to the first step where the two best logits are closer than the limit."
+    n = next((i for i, g in enumerate(gaps) if g < limit), len(want))
+    return got[:n] == want[:n]
+
+
+@pytest.mark.parametrize("options, limit", [({"activations": "float32"}, 1e-3), ({}, 0.3)])
+def test_greedy_text_of_the_real_model_all_prompts_in_one_batch(smollm2, golden, options, limit):
+    with LLM(smollm2, max_model_len=640, max_num_batched_tokens=100, **options) as llm:
+        outputs = llm.generate([p["ids"] for p in golden], SamplingParams(max_tokens=48, ignore_eos=True))
+        for o, p in zip(outputs, golden): assert agree(o.token_ids, p["f32"]["greedy"], p["f32"]["gap"], limit), p["name"]
+        assert free(llm.engine)
+
+
+def test_alone_and_in_company_the_same(smollm2, golden):
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+    prompts = [p["ids"][:60] for p in golden]
+    with LLM(smollm2, max_model_len=256, activations="float32", max_num_batched_tokens=64) as llm:
+        together = llm.generate(prompts, params)
+        for o, p in zip(together, prompts):
+            [one] = llm.generate(p, params)
+            assert (one.token_ids, one.text, one.logprobs) == (o.token_ids, o.text, o.logprobs)
+        logits = llm.logits(prompts[0])
+        want = perplexity_of(logits, prompts[0])
+        assert logits.shape == (len(prompts[0]), 49152) and abs(llm.perplexity(prompts[0]) - want) < 1e-6 * want
+
+
+def perplexity_of(logits, ids):
+    x = logits[:-1].astype(np.float64)
+    log_p = x[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)) - x.max(-1)
+    return float(np.exp(-log_p.mean()))
+
+
+def test_chat_ends_at_the_end_token(smollm2):
+    with LLM(smollm2, max_model_len=256) as llm:
+        [o] = llm.chat([{"role": "user", "content": "Say hello in one word."}], SamplingParams(max_tokens=60))
+        assert o.text and "<|im_end|>" not in o.text and o.finish_reason in ("stop", "length")
+        assert o.finish_reason == "length" or o.token_ids[-1] in llm.tokenizer.eog_ids
+
+
+def test_wishes_that_this_model_cannot_fulfil(smollm2):
+    with pytest.raises(ValueError, match="max_model_len is 9000.*8192"): LLM(smollm2, max_model_len=9000)
+    with pytest.raises(ValueError, match="kv_memory"): LLM(smollm2, max_model_len=4096, kv_memory=2**20)
+    with pytest.raises(ValueError, match="no model"): LLM("not-here.gguf")
