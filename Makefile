@@ -12,7 +12,7 @@ PY := $(BIN)/python
 FACTS := settings.ini setup.py pyproject.toml
 NB := $(PY) tools/nbexec.py
 
-.PHONY: serve test test-py notebooks lint docs lab bench export clean
+.PHONY: serve test models test-py notebooks lint docs lab bench export clean
 .NOTPARALLEL:
 
 serve: $(VENV)/.installed
@@ -21,8 +21,12 @@ serve: $(VENV)/.installed
 
 # pytest is last, so that its closing line is the last word; every part runs and all must pass
 test: $(VENV)/.dev
-	@failed=; for part in lint docs notebooks test-py; do echo "== $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
+	@failed=; for part in models lint docs notebooks test-py; do echo "== $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+# the chapters and tests that show real text need these; what cannot be fetched is said once here
+models: $(VENV)/.dev
+	@for m in smollm2 gemma3-270m; do $(BIN)/literate-engine pull $$m || echo "without $$m some outputs differ and some tests are skipped"; done
 
 test-py: $(VENV)/.dev
 	$(PY) -m pytest -q -rs --durations=5

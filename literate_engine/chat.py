@@ -54,7 +54,7 @@ def _room(n):
     "Refuse to build a value of `n` characters or items when that is too many."
     if n > MAX_CHARS: raise TemplateError(f"the chat template builds more than {MAX_CHARS} characters")
 
-# %% ../nbs/04_chat.ipynb #c36f02f2
+# %% ../nbs/04_chat.ipynb #b2d7b25f
 def _size(*values):
     "Characters that `values` print to, roughly: strings, and 1 + depth for each item; raises when past the limits."
     n, items, todo = 0, 0, [(v, 0) for v in values]
@@ -79,10 +79,11 @@ def _grown(name, text, args):
     "Characters that the string method or filter `name` may build from `text`."
     if name == "join" and args: return _size(*args) + len(text) * len(args[0]) if hasattr(args[0], "__len__") else MAX_CHARS + 1
     if name == "replace" and len(args) > 1: return len(text) + (text.count(str(args[0])) if args[0] else len(text) + 1) * len(str(args[1]))
-    if name in ("indent", "wordwrap", "expandtabs"): return len(text) + (text.count("\n") + text.count("\t") + 1) * max([a for a in args if isinstance(a, int)], default=8)
+    if name in ("indent", "wordwrap", "expandtabs"):
+        return len(text) + (text.count("\n") + text.count("\t") + 1) * max([a for a in args if isinstance(a, int)], default=8)
     return len(text)
 
-# %% ../nbs/04_chat.ipynb #26c53cc7
+# %% ../nbs/04_chat.ipynb #6beacca6
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*|\{[^{}]*\{")       # a width past four digits, or one taken from an argument
 _SIZED = {"tojson", "join", "string", "pprint", "xmlattr", "urlencode", "escape", "e", "forceescape", "sum", "list", "urlize", "striptags", "format"}
 _WIDTHS = {"center", "indent", "wordwrap", "truncate", "batch", "slice", "round", "tojson", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"}
@@ -91,7 +92,8 @@ def _check_args(name, value, args):
     "Refuse what filter or method `name` would build from `value` and `args` if that is too much."
     width = max((abs(a) for a in args if isinstance(a, int)), default=0) if name in _WIDTHS else 0
     if width > MAX_WIDTH: raise TemplateError(f"{name}: a width past {MAX_WIDTH} in the chat template")
-    if name == "format" and isinstance(value, str) and _WIDE_FORMAT.search(value): raise TemplateError("format: a width too large or computed in the chat template")
+    if name == "format" and isinstance(value, str) and _WIDE_FORMAT.search(value):
+        raise TemplateError("format: a width too large or computed in the chat template")
     if name in _SIZED: _room(_size(value, *args) * (1 + width))
     if isinstance(value, str): _room(_grown(name, value, args))
 
@@ -143,7 +145,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source, name, filename):
         return _charge(super()._parse(source, name, filename))
 
-# %% ../nbs/04_chat.ipynb #52ffe916
+# %% ../nbs/04_chat.ipynb #3e96e97c
 @jinja2.pass_context
 def _finalize(context, value):
     if not isinstance(value, str): _size(value)
@@ -155,8 +157,9 @@ def _check_binop(operator, a, b):
     if operator == "*":
         for x, n in ((a, b), (b, a)):
             if isinstance(x, (str, list, tuple)) and isinstance(n, int): _room(len(x) * n)
-        if isinstance(a, int) and isinstance(b, int) and a.bit_length() + b.bit_length() > 4096: raise TemplateError("a product past 4096 bits in the chat template")
-    if operator == "**" and isinstance(a, int) and isinstance(b, int) and a.bit_length() * abs(b) > 4096: raise TemplateError("a power past 4096 bits in the chat template")
+    if isinstance(a, int) and isinstance(b, int):
+        bits = {"*": a.bit_length() + b.bit_length(), "**": a.bit_length() * abs(b)}.get(operator, 0)
+        if bits > 4096: raise TemplateError(f"{operator}: a number of {bits} bits in the chat template")
     if operator == "%" and isinstance(a, str): _check_args("format", a, [b])
 
 def _charge(tree):
@@ -236,7 +239,7 @@ class ChatTemplate:
         except Exception as e: raise TemplateError(f"the chat template failed on these messages: {e}") from e
         finally: _budget.reset(token)
 
-# %% ../nbs/04_chat.ipynb #d5e10442
+# %% ../nbs/04_chat.ipynb #3f0d303d
 def join_parts(messages: list) -> list:
     "The messages with every content a string (or None): lists of text parts are joined."
     if not isinstance(messages, (list, tuple)): raise TemplateError(f"messages must be a list, not {type(messages).__name__}")
@@ -245,7 +248,8 @@ def join_parts(messages: list) -> list:
         if not isinstance(m, dict): raise TemplateError(f"messages[{i}] must be an object, not {type(m).__name__}")
         content = m.get("content")
         if isinstance(content, (list, tuple)): m = {**m, "content": "".join(_text_part(p, f"messages[{i}].content[{j}]") for j, p in enumerate(content))}
-        elif content is not None and not isinstance(content, str): raise TemplateError(f"messages[{i}].content must be text or a list of parts, not {type(content).__name__}")
+        elif content is not None and not isinstance(content, str):
+            raise TemplateError(f"messages[{i}].content must be text or a list of parts, not {type(content).__name__}")
         out.append(m)
     return out
 

@@ -7,9 +7,10 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'health', 'models', 'model', 'props', 'metrics', 'tokenize', 'detokenize',
            'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #11718811
+# %% ../nbs/51_server.ipynb #ae1c08c6
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -29,11 +30,12 @@ from starlette.exceptions import HTTPException
 from .chat import TemplateError
 from .core import find_model
 from .engine import Engine, EngineConfig, EngineFull
-from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest, RequestError, TokenizeRequest,
-                                      check_token_ids, event, joined_logprobs, parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
+from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
+                                      RequestError, TokenizeRequest, check_token_ids, event, invalid, joined_logprobs, parse_json, parse_request,
+                                      prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
-# %% ../nbs/51_server.ipynb #23abe0d6
+# %% ../nbs/51_server.ipynb #da2b2251
 @dataclass(frozen=True)
 class Limits:
     "What one request may ask of the server."
@@ -65,6 +67,17 @@ class Serving:
 
     @property
     def name(self) -> str: return self._name or self.engine.name
+
+    @functools.cached_property
+    def max_chars(self) -> int:
+        "No longer text fits into the context: a bound that spares the tokenizer what would be refused anyway."
+        tokenizer = self.engine.tokenizer
+        return self.engine.max_model_len * max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)), default=1)
+
+    def check_length(self, num_chars: int, param: str) -> None:
+        if num_chars <= self.max_chars: return
+        raise RequestError(f"the prompt has {num_chars} characters; this server's context holds {self.engine.max_model_len} tokens", param,
+                           code="context_length_exceeded")
 
     def stop(self) -> None:
         "End what is being answered; called on the event loop."
@@ -127,7 +140,7 @@ class Live:
 
 def _stopping(): return RequestError("the server is stopping", status=503, code="stopping")
 
-# %% ../nbs/51_server.ipynb #69022b35
+# %% ../nbs/51_server.ipynb #178a1d32
 async def disconnected(receive) -> None:
     "Returns when the client has hung up."
     while (await receive())["type"] != "http.disconnect": pass
@@ -143,7 +156,8 @@ async def _next(self, gone: asyncio.Task, seconds: float | None):
     if (got := self.arrived.popleft()) is None: raise _stopping()
     index, output = got
     if output.finish_reason: self.open.pop(index, None)
-    if output.finish_reason in ("error", "abort"): raise RequestError("the engine failed on this request" if output.finish_reason == "error" else "the engine was stopped", status=500)
+    if output.finish_reason == "error": raise RequestError("the engine failed on this request", status=500)
+    if output.finish_reason == "abort": raise RequestError("the engine was stopped", status=500)
     return index, output
 
 Live.next = _next
@@ -236,7 +250,7 @@ def _told(error: Exception) -> RequestError:
 
 Answer.stream, Answer._opening, Answer._events = _stream, _opening, _events
 
-# %% ../nbs/51_server.ipynb #8b29b4aa
+# %% ../nbs/51_server.ipynb #0c17b17f
 router = APIRouter()
 
 @router.post("/v1/chat/completions")
@@ -244,43 +258,47 @@ async def chat_completions(request: Request):
     "OpenAI's chat route."
     serving, body = _serving(request), await read_body(request)
     engine, asked = serving.engine, parse_request(ChatCompletionRequest, body)
-    if engine.chat_template is None: raise RequestError("this model's file has no chat template: it is a base model, use /v1/completions", "messages", code="no_chat_template")
-    ids = await asyncio.to_thread(_chat_ids, engine, asked)
+    if engine.chat_template is None:
+        raise RequestError("this model's file has no chat template: it is a base model, use /v1/completions", "messages", code="no_chat_template")
+    ids = await asyncio.to_thread(_chat_ids, serving, asked)
     return _answer(serving, asked, [ids], ChatReply)
 
 @router.post("/v1/completions")
 async def completions(request: Request):
     "OpenAI's older route: a prompt, given as text or as token ids, is continued."
     serving, body = _serving(request), await read_body(request)
-    engine, asked = serving.engine, parse_request(CompletionRequest, body)
-    prompts = await asyncio.to_thread(lambda: [_prompt_ids(engine, p) for p in prompt_list(asked.prompt)])
+    asked = parse_request(CompletionRequest, body)
+    prompts = await asyncio.to_thread(lambda: [_prompt_ids(serving, p) for p in prompt_list(asked.prompt)])
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
     return _answer(serving, asked, prompts, CompletionReply)
 
-# %% ../nbs/51_server.ipynb #200a9088
+# %% ../nbs/51_server.ipynb #7ee53ce2
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
 
-def _chat_ids(engine, asked: ChatCompletionRequest) -> list[int]:
+def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
+    engine, options, template = serving.engine, asked.chat_template_kwargs or {}, serving.engine.chat_template
     _need_text(engine)
-    options, template = asked.chat_template_kwargs or {}, engine.chat_template
-    if taken := sorted(_FIXED & options.keys()): raise RequestError(f"chat_template_kwargs: {taken[0]!r} is set by the server", "chat_template_kwargs", code="invalid_value")
+    serving.check_length(sum(len(m.content) for m in asked.messages if isinstance(m.content, str)), "messages")
+    if taken := sorted(_FIXED & options.keys()): raise invalid("chat_template_kwargs", f"{taken[0]!r} is set by the server")
     try: return template.encode(engine.tokenizer, template_messages(asked.messages, "developer" in template.source), **options)
-    except TemplateError as e: raise RequestError(str(e), "messages", code="chat_template") from None
+    except ValueError as e: raise RequestError(str(e), "messages", code="chat_template" if isinstance(e, TemplateError) else "invalid_value") from None
 
-def _prompt_ids(engine, prompt) -> list[int]:
+def _prompt_ids(serving, prompt) -> list[int]:
     "Special tokens written in a prompt count as such: whoever writes the prompt of this route writes all of it."
+    engine = serving.engine
     if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab)
-    _need_text(engine)
-    return engine.tokenizer.encode(prompt, add_special=True, parse_special=True)
+    _need_text(engine); serving.check_length(len(prompt), "prompt")
+    try: return engine.tokenizer.encode(prompt, add_special=True, parse_special=True)
+    except ValueError as e: raise invalid("prompt", str(e)) from None
 
 def _need_text(engine):
     if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", "prompt", code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #6283d45f
+# %% ../nbs/51_server.ipynb #580753ec
 def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices."
     engine, n = serving.engine, asked.n or 1
-    if n * len(prompts) > serving.limits.choices: raise RequestError(f"{n * len(prompts)} choices: at most {serving.limits.choices} at a time", "n", code="invalid_value")
+    if n * len(prompts) > serving.limits.choices: raise invalid("n", f"{n * len(prompts)} choices, at most {serving.limits.choices} at a time")
     jobs = []
     for ids in prompts:
         if not ids: raise RequestError("the prompt is empty", "messages" if shape is ChatReply else "prompt", code="invalid_value")
@@ -291,12 +309,12 @@ def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
         try: jobs += [(ids, SamplingParams(**options | ({"seed": options["seed"] + i} if "seed" in options else {}))) for i in range(n)]
         except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
     stream = bool(asked.stream)
-    if asked.stream_options and not stream: raise RequestError("stream_options needs stream: true", "stream_options", code="invalid_value")
+    if asked.stream_options and not stream: raise invalid("stream_options", "needs stream: true")
     reply = shape(serving.name, engine.tokenizer, bool(asked.stream_options and asked.stream_options.include_usage))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
     return Answer(serving, jobs, reply, n, stream, echo)
 
-# %% ../nbs/51_server.ipynb #e556d5fe
+# %% ../nbs/51_server.ipynb #36309fe7
 @router.get("/health")
 async def health(request: Request):
     "200 when requests are answered; 503 while the model loads."
@@ -311,14 +329,16 @@ async def model(request: Request, name: str):
     if name != _serving(request).name: raise RequestError(f"there is no model {name[:200]!r} here", status=404, code="model_not_found")
     return _json(_model_card(_serving(request)))
 
-def _model_card(serving): return {"id": serving.name, "object": "model", "created": 0, "owned_by": "literate_engine", "max_model_len": serving.engine.max_model_len}
+def _model_card(serving):
+    return {"id": serving.name, "object": "model", "created": 0, "owned_by": "literate_engine", "max_model_len": serving.engine.max_model_len}
 
 @router.get("/props")
 async def props(request: Request):
     "What is in effect."
     serving = _serving(request)
     engine, template = serving.engine, serving.engine.chat_template
-    return _json({"model": serving.name, "engine": engine.props(), "limits": asdict(serving.limits), "tokenizer": engine.tokenizer.kind, "n_vocab": engine.tokenizer.n_vocab,
+    return _json({"model": serving.name, "engine": engine.props(), "limits": asdict(serving.limits),
+                  "tokenizer": engine.tokenizer.kind, "n_vocab": engine.tokenizer.n_vocab,
                   "defaults": {"temperature": 0, "max_tokens": {"chat": "the context", "completions": 16}}, "chat_template": template and template.source,
                   "unknown_model_names": "accepted; the reply names the model that answered"})
 
@@ -327,8 +347,8 @@ _COUNTERS = {"num_submitted", "num_steps", "num_tokens", "num_preemptions"}
 @router.get("/metrics")
 async def metrics(request: Request):
     "The engine's counters in Prometheus' text format."
-    lines = [f"# TYPE literate_engine_{k} {'counter' if k in _COUNTERS else 'gauge'}\nliterate_engine_{k} {v}\n" for k, v in _serving(request).engine.stats().items()]
-    return Response("".join(lines), media_type="text/plain; version=0.0.4")
+    stats = {f"literate_engine_{k}": ("counter" if k in _COUNTERS else "gauge", v) for k, v in _serving(request).engine.stats().items()}
+    return Response("".join(f"# TYPE {k} {kind}\n{k} {v}\n" for k, (kind, v) in stats.items()), media_type="text/plain; version=0.0.4")
 
 @router.post("/tokenize")
 async def tokenize(request: Request):
@@ -363,7 +383,7 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #6e9f8a2e
+# %% ../nbs/51_server.ipynb #ac06353d
 class _Server(uvicorn.Server):
     "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
     async def shutdown(self, sockets=None):
@@ -377,7 +397,8 @@ def _uvicorn(app) -> uvicorn.Server:
 def listen(host: str, port: int) -> socket.socket:
     "A listening socket; port 0 takes a free one. ValueError if the address is taken or not ours."
     try: return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
-    except (OSError, OverflowError) as e: raise ValueError(f"cannot listen on {host} port {port}: {os.strerror(e.errno) if getattr(e, 'errno', None) else e}") from None
+    except OverflowError as e: raise ValueError(f"cannot listen on {host} port {port}: {e}") from None
+    except OSError as e: raise ValueError(f"cannot listen on {host} port {port}: {os.strerror(e.errno) if e.errno and e.errno > 0 else e}") from None
 
 @contextmanager
 def background(app, host: str = "127.0.0.1"):

@@ -8,9 +8,9 @@ __all__ = ['ISAS', 'FEATURES', 'ISA', 'cached_jit', 'I8', 'I16', 'I32', 'I64', '
            'CPU_OPS', 'choose_isa', 'cache_key', 'cache_folder', 'own_name', 'jit', 'Vec', 'word', 'load_f32x16',
            'load_u8x64', 'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16',
            'store_i8', 'put_f16', 'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint',
-           'vmax', 'vmin', 'vdiv', 'hsum', 'hmax', 'hsum_i32', 'f16round', 'pow2i', 'vexp', 'tile_f32', 'tile_i32',
-           'tile_fma', 'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
-           'tile_dot_i8', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'bit16',
+           'vmax', 'vmin', 'vdiv', 'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'f16round', 'pow2i', 'vexp', 'tile_f32',
+           'tile_i32', 'tile_fma', 'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
+           'tile_dot_i8', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs',
            'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier', 'cpu_op',
            'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'run', 'worker', 'run_op', 'call_share']
 
@@ -102,7 +102,7 @@ class _VecModel(models.PrimitiveModel):
 
 f32x16, i32x16, i16x32, u8x64 = Vec(types.float32, 16), Vec(types.int32, 16), Vec(types.int16, 32), Vec(types.uint8, 64)
 
-# %% ../nbs/10_simd.ipynb #7146fa75
+# %% ../nbs/10_simd.ipynb #fde357d2
 def _arguments(ctx, b, tys, vals):
     "LLVM values for a word's body: (array, index) -> pointer, tuple -> list, integer -> i64, float -> float."
     out, k = [], 0
@@ -128,7 +128,7 @@ def word(
                 r = body(b, *_arguments(ctx, b, sig.args, vals))
                 return ctx.get_dummy_value() if r is None else ctx.make_tuple(b, ret, r) if isinstance(r, list) else r
             return ret(*tys), codegen
-        typing.__name__, typing.__doc__ = body.__name__, body.__doc__
+        typing.__name__, typing.__qualname__, typing.__doc__ = body.__name__, body.__name__, body.__doc__
         names = [n for a in list(inspect.signature(body).parameters)[1:] for n in (["array", "index"] if a == "p" else [a])]
         typing.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ["typingctx", *names]])
         return intrinsic(prefer_literal=True)(typing)
@@ -256,7 +256,7 @@ def vdiv(b, x, y):
     "x / y"
     return b.fdiv(x, y)
 
-# %% ../nbs/10_simd.ipynb #342635c9
+# %% ../nbs/10_simd.ipynb #21caa53b
 @word(types.float32)
 def hsum(b, v):
     "The sum of the 16 lanes, pairwise."
@@ -269,6 +269,12 @@ def hmax(b, v):
 def hsum_i32(b, v):
     "The sum of 16 int32 lanes."
     return _call(b, "llvm.vector.reduce.add.v16i32", I32, v)
+@word(types.int32)
+def pair_sums(b, v):
+    "Of 16 int32 lanes the sum of lanes 0, 1 mod 4 (low 16 bits of the result) and of lanes 2, 3 mod 4 (high 16 bits)."
+    total = lambda x: _call(b, "llvm.vector.reduce.add.v16i32", I32, x)
+    lo = total(b.mul(v, ir.Constant(v.type, [1, 1, 0, 0]*4)))
+    return b.or_(b.and_(lo, I32(0xffff)), b.shl(b.sub(total(v), lo), I32(16)))
 @word(types.float32)
 def f16round(b, s):
     "A float32 rounded to float16 and back."
@@ -419,7 +425,7 @@ def tile_imul_x(b, acc, s, p, stride):
     "acc[t] += s * x[i + t*stride] in int32; arguments acc, s, x, i, stride."
     return [b.add(a, b.mul(s, _bcast(b, _step(b, p, stride, t), i32x16))) for t, a in enumerate(acc)]
 
-# %% ../nbs/10_simd.ipynb #b1d38f98
+# %% ../nbs/10_simd.ipynb #28f1a266
 def _byte_f32(b, u, e):
     "Byte e of each 4-byte lane, as float32."
     return b.sitofp(_byte(b, u, e, b.lshr), f32x16.ll)
@@ -442,16 +448,15 @@ def byte_f32(b, u, e):
     "Byte e (a constant) of each 4-byte lane of u, as float32."
     return _byte_f32(b, u, e.constant)
 @word(u8x64)
-def bit16(b, h, k):
-    "16 in each byte of h whose bit k is set, else 0."
-    m = _splat(b, b.trunc(b.shl(I64(1), k), I8), u8x64.ll)
-    return b.and_(b.sext(b.icmp_signed("==", b.and_(h, m), m), u8x64.ll), _all(u8x64.ll, 16))
+def shift_pairs(b, h, k):
+    "Each two bytes of h, as one 16-bit number, shifted right by k."
+    return b.bitcast(b.lshr(b.bitcast(h, i16x32.ll), _splat(b, b.trunc(k, I16), i16x32.ll)), u8x64.ll)
 @word(types.void)
 def prefetch_lines(b, p, n):
     "Ask for n (a constant) cache lines from a[i] on."
     for k in range(n.constant): _call(b, "llvm.prefetch.p0", ir.VoidType(), _step(b, p, I64(64), k), I32(0), I32(3), I32(1))
 
-# %% ../nbs/10_simd.ipynb #01430dd2
+# %% ../nbs/10_simd.ipynb #e1f497e8
 def _view(dtype, name):
     "A word that turns an address into a 1-d array of dtype."
     def at(typingctx, addr):
@@ -462,7 +467,7 @@ def _view(dtype, name):
             populate_array(a, data=b.inttoptr(args[0], dt.as_pointer()), shape=[k((1 << 62)//size)], strides=[k(size)], itemsize=k(size), meminfo=None)
             return a._getvalue()
         return aty(types.int64), codegen
-    at.__name__ = name
+    at.__name__ = at.__qualname__ = name
     return intrinsic(at)
 f32_at, u8_at, i8_at, i16_at, u16_at, i32_at, i64_at = (_view(t, n) for t, n in ((types.float32, "f32_at"), (types.uint8, "u8_at"),
     (types.int8, "i8_at"), (types.int16, "i16_at"), (types.uint16, "u16_at"), (types.int32, "i32_at"), (types.int64, "i64_at")))
@@ -508,7 +513,7 @@ def barrier(bar, n):
             if k > 2000: sched_yield(); k = 0
             else: cpu_pause()
 
-# %% ../nbs/10_simd.ipynb #25e22377
+# %% ../nbs/10_simd.ipynb #2ec16992
 WORDS = 24
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
@@ -528,10 +533,14 @@ def named(
     exec(compile(f"def {name}(tid, n, I, S): _{name}(tid, n, I, S)", module.get("__file__", "<op>"), "exec"), module)
     return cpu_op(module[name])
 
+def _compile(f):
+    "To machine code; from the cache, or into it, if f comes from a file."
+    return cfunc(SIG, cache=os.path.exists(f.__code__.co_filename), error_model="numpy")(f)
+
 def op_address(name: str) -> int:
     "The address of an op's machine code; compiles it, or takes it from the cache, on first use."
     if name not in CPU_OPS: raise ValueError(f"no CPU op {name!r}")
-    if name not in _compiled: _compiled[name] = cfunc(SIG, cache=True, error_model="numpy")(CPU_OPS[name])
+    if name not in _compiled: _compiled[name] = _compile(CPU_OPS[name])
     return _compiled[name].address
 
 # %% ../nbs/10_simd.ipynb #67399a13

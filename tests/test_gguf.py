@@ -102,7 +102,7 @@ BAD = {  # name -> (bytes, what the message must say)
     "data short": (build([ARCH], [ONE], bytes(127)), "file ends at"),
     "overlap": (build([ARCH], [ONE, info("v", [8], 0, 96)], bytes(128)), "inside 'w'"),
     "same offset": (build([ARCH], [ONE, info("v", [8, 4], 0, 0)], bytes(128)), "inside"),
-    "version 0": (build([ARCH], version=0), "version 0"), "version 1": (build([ARCH], version=1), "version 1"), "version 4": (build([ARCH], version=4), "version 4"),
+    "version 0": (build([ARCH], version=0), "version 0"), "version 1": (build([ARCH], version=1), "32-bit counts"), "version 4": (build([ARCH], version=4), "version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"), "byte-swapped magic": (b"FUGG" + bytes(20), "swapped"),
     "empty": (b"", "empty"), "one byte": (b"G", "not a GGUF"), "magic only": (b"GGUF", "truncated"),
     "git-LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 98362432\n", "git lfs pull"),
@@ -209,6 +209,13 @@ def test_arch_of_a_wrong_kind(arch):
     g = GGUFFile(build(kvs))
     with pytest.raises(GGUFError, match="general.architecture"): g.arch
     format_report(inspect_gguf(g))
+
+
+def test_limits():
+    "Our own limits bite before time is spent, also where the file really has the bytes."
+    with pytest.raises(GGUFError, match="more than 16777216"): GGUFFile(build([kv("a", 9, array(0, 2**24 + 1, bytes(2**24 + 1)))]))
+    with pytest.raises(GGUFError, match="metadata pairs"): GGUFFile(build([u32(f"k{i}", 0) for i in range(2**16 + 1)]))
+    with pytest.raises(GGUFError, match="no tensor 'x'"): GGUFFile(build([ARCH])).raw("x")
 
 
 # Split files (BC-122)

@@ -1,4 +1,5 @@
 """The server over a real socket: a scripted engine behind it, the official client and raw sockets in front."""
+
 import asyncio
 import json
 import os
@@ -23,7 +24,27 @@ from literate_engine.engine import Engine, EngineConfig, Loaded, ScriptedModel
 from literate_engine.server import Limits, background, create_app
 from literate_engine.tokenizer import Tokenizer, byte_alphabet
 
-WORDS = ["slow", " f", "ox", " ran", "the", " end", " cat", " sat", ". ", "Hi", "there", "x", "</think>", "y", "\x01\b\f\"\\", "{\"a\":1}", "\u2028", "<", "|im_end|>"]
+WORDS = [
+    "slow",
+    " f",
+    "ox",
+    " ran",
+    "the",
+    " end",
+    " cat",
+    " sat",
+    ". ",
+    "Hi",
+    "there",
+    "x",
+    "</think>",
+    "y",
+    '\x01\b\f"\\',
+    '{"a":1}',
+    "\u2028",
+    "<",
+    "|im_end|>",
+]
 CONTROL = ["<|end|>", "<|im_start|>", "<|im_end|>", "<|go|>"]
 TO_CHAR = dict(enumerate(byte_alphabet()))
 TOKENS = byte_alphabet() + ["".join(TO_CHAR[b] for b in w.encode()) for w in WORDS] + CONTROL
@@ -32,24 +53,42 @@ END, GO, N_VOCAB = ID["<|end|>"], ID["<|go|>"], len(TOKENS)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|go|>{% endif %}"
 ROUTES = ["/v1/chat/completions", "/v1/completions"]
 
-def make_tokenizer():
-    return Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.merges": [],
-                      "tokenizer.ggml.token_type": np.array([1] * (256 + len(WORDS)) + [3] * len(CONTROL), np.int32), "tokenizer.ggml.eos_token_id": END})
 
-def ids(*pieces): return [i for p in pieces for i in ([ID[p]] if p in ID else [p] if isinstance(p, int) else list(p.encode()))]
+def make_tokenizer():
+    return Tokenizer(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": TOKENS,
+            "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.token_type": np.array([1] * (256 + len(WORDS)) + [3] * len(CONTROL), np.int32),
+            "tokenizer.ggml.eos_token_id": END,
+        }
+    )
+
+
+def ids(*pieces):
+    return [i for p in pieces for i in ([ID[p]] if p in ID else [p] if isinstance(p, int) else list(p.encode()))]
+
 
 def scripted(reply, seconds=0.0, template=TEMPLATE, tokenizer=None, max_model_len=256, **config):
     "An engine that answers every prompt that ends in <|go|> with `reply` (ids, or functions to call instead) and then the end token."
     seen = set()
+
     def script(tokens):
         seen.add(len(tokens))
-        if seconds: time.sleep(seconds)
+        if seconds:
+            time.sleep(seconds)
         n = len(tokens) - 1 - max(i for i, t in enumerate(tokens) if t == GO)
         what = reply[n] if n < len(reply) else END
         return what() if callable(what) else what
+
     config = EngineConfig(max_model_len=max_model_len, **config)
-    model = ScriptedModel(script, N_VOCAB, N_VOCAB, max_model_len, 1 + config.max_num_seqs * max_model_len // 16, config.max_num_seqs, config.max_num_batched_tokens)
+    model = ScriptedModel(
+        script, N_VOCAB, N_VOCAB, max_model_len, 1 + config.max_num_seqs * max_model_len // 16, config.max_num_seqs, config.max_num_batched_tokens
+    )
     return Engine(Loaded(model, tokenizer or make_tokenizer(), ChatTemplate(template) if template else None, {}, "scripted"), config)
+
 
 @contextmanager
 def served(reply=(), limits=None, **options):
@@ -62,53 +101,74 @@ def served(reply=(), limits=None, **options):
             yield url, engine
             assert get(url, "/health")[0] == 200
             assert wait_for(lambda: idle(engine)), engine.stats()
-    finally: engine.stop()
+    finally:
+        engine.stop()
 
-async def num_tasks(): return len(asyncio.all_tasks())
+
+async def num_tasks():
+    return len(asyncio.all_tasks())
+
 
 def idle(engine):
     s = engine.stats()
     return s["num_running"] == s["num_waiting"] == 0 and s["num_free_kv_blocks"] == s["num_kv_blocks"]
 
+
 def wait_for(condition, seconds=10):
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end: time.sleep(.005)
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
     return condition()
 
-def address(url): return url.split("//")[1].split(":")[0], int(url.rsplit(":", 1)[1])
+
+def address(url):
+    return url.split("//")[1].split(":")[0], int(url.rsplit(":", 1)[1])
+
 
 def send(url, path, body, method="POST", headers=""):
     "Send one request and return the socket."
     s = socket.create_connection(address(url), timeout=20)
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    s.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    s.sendall(
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n{headers}"
+        f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
     return s
+
 
 def receive(s):
     "(status, headers, body) read to the end of the connection."
     data = b""
-    while chunk := s.recv(65536): data += chunk
+    while chunk := s.recv(65536):
+        data += chunk
     s.close()
     head, _, body = data.partition(b"\r\n\r\n")
     if b"transfer-encoding: chunked" in head.lower():
         out = b""
         while body:
             size, _, rest = body.partition(b"\r\n")
-            out, body = out + rest[:int(size, 16)], rest[int(size, 16) + 2:]
+            out, body = out + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
         body = out
     return int(head.split()[1]), head.decode(), body
 
+
 def strict(text):
-    def constant(name): raise ValueError(name)
+    def constant(name):
+        raise ValueError(name)
+
     return json.loads(text, parse_constant=constant)
+
 
 def post(url, path, body):
     status, _, raw = receive(send(url, path, body))
     return status, strict(raw)
 
+
 def get(url, path, method="GET"):
     status, _, raw = receive(send(url, path, b"", method))
     return status, strict(raw)
+
 
 def events(url, path, body):
     "The chunks of a stream, checked against the rules of the format: (chunks, comments)."
@@ -122,9 +182,14 @@ def events(url, path, body):
     assert [b for b in lines if b == "data: [DONE]"] == [lines[-1]]
     return [strict(b[6:]) for b in lines[:-1]], comments
 
-def asked(path, **more): return ({"messages": [{"role": "user", "content": "q"}]} if "chat" in path else {"prompt": "q<|go|>", "max_tokens": 100}) | more
 
-def said(choice): return choice["message"]["content"] if "message" in choice else choice["text"]
+def asked(path, **more):
+    return ({"messages": [{"role": "user", "content": "q"}]} if "chat" in path else {"prompt": "q<|go|>", "max_tokens": 100}) | more
+
+
+def said(choice):
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
 
 def streamed(chunks, index=0):
     "Text and finish reasons of one choice of a stream."
@@ -132,28 +197,33 @@ def streamed(chunks, index=0):
     text = "".join((c["delta"].get("content") or "") if "delta" in c else c["text"] for c in mine)
     return text, [c["finish_reason"] for c in mine if c["finish_reason"]]
 
+
 def both(url, path, body):
     "(text, finish_reason) of the plain and the streamed reply, which must agree."
     status, reply = post(url, path, body)
     assert status == 200, reply
     chunks, _ = events(url, path, body)
     for i, c in enumerate(reply["choices"]):
-        if body.get("temperature"): break
+        if body.get("temperature"):
+            break
         assert streamed(chunks, i) == (said(c), [c["finish_reason"]])
     return said(reply["choices"][0]), reply["choices"][0]["finish_reason"]
 
+
 # ---- text and stops
 
-@pytest.mark.parametrize("path", ROUTES)
-def test_every_payload_is_strict_json(path):                                        # BC-018
-    text = "\x01\b\f\"\\\u2028"
-    with served(ids("\x01\b\f\"\\", "\u2028")) as (url, _):
-        assert both(url, path, asked(path)) == (text, "stop")
-        status, error = post(url, path, asked(path, **{"tem\"p\\\n": 1}))
-        assert status == 400 and "tem\"p" in error["error"]["message"]
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_stop_strings_span_tokens(path):                                            # BC-020, BC-024
+def test_every_payload_is_strict_json(path):  # BC-018
+    text = '\x01\b\f"\\\u2028'
+    with served(ids('\x01\b\f"\\', "\u2028")) as (url, _):
+        assert both(url, path, asked(path)) == (text, "stop")
+        status, error = post(url, path, asked(path, **{'tem"p\\\n': 1}))
+        assert status == 400 and 'tem"p' in error["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_stop_strings_span_tokens(path):  # BC-020, BC-024
     with served(ids("slow", " f", "ox", " ran")) as (url, _):
         assert both(url, path, asked(path, stop="ow fo")) == ("sl", "stop")
         assert both(url, path, asked(path, stop=["zzz", "x r"])) == ("slow fo", "stop")
@@ -162,26 +232,30 @@ def test_stop_strings_span_tokens(path):                                        
         assert both(url, path, asked(path, stop=["the end"])) == ("the cat sat. ", "stop")
         assert both(url, path, asked(path, stop_token_ids=[ID[" sat"]])) == ("the cat", "stop")
 
+
 @pytest.mark.parametrize("path", ROUTES)
-def test_only_a_possible_stop_is_held_back(path):                                   # BC-022
+def test_only_a_possible_stop_is_held_back(path):  # BC-022
     with served(ids("x", "</think>", "y")) as (url, _):
         chunks, _ = events(url, path, asked(path, stop=["b,c"]))
         texts = [c["choices"][0]["delta"].get("content") if "delta" in c["choices"][0] else c["choices"][0]["text"] for c in chunks]
         assert [t for t in texts if t] == ["x", "</think>", "y"]
 
+
 @pytest.mark.parametrize("path", ROUTES)
-def test_special_tokens_are_hidden_unless_asked_for(path):                          # BC-012
+def test_special_tokens_are_hidden_unless_asked_for(path):  # BC-012
     with served(ids("Hi", "<|im_start|>", "there")) as (url, _):
         assert both(url, path, asked(path))[0] == "Hithere"
         assert both(url, path, asked(path, skip_special_tokens=False))[0].startswith("Hi<|im_start|>there")
 
+
 @pytest.mark.parametrize("path", ROUTES)
-def test_cut_inside_a_character(path):                                              # BC-014
+def test_cut_inside_a_character(path):  # BC-014
     with served(ids("🦊")) as (url, _):
         assert both(url, path, asked(path, max_tokens=2)) in [("\ufffd", "length"), ("", "length")]
         assert both(url, path, asked(path)) == ("🦊", "stop")
 
-def test_logprobs_have_the_bytes_of_each_token():                                   # BC-016
+
+def test_logprobs_have_the_bytes_of_each_token():  # BC-016
     with served(ids(0xE2, 0x80)) as (url, _):
         _, reply = post(url, ROUTES[0], asked(ROUTES[0], logprobs=True, top_logprobs=3, max_tokens=2))
         content = reply["choices"][0]["logprobs"]["content"]
@@ -191,12 +265,18 @@ def test_logprobs_have_the_bytes_of_each_token():                               
         assert [t for c in chunks if c["choices"][0]["logprobs"] for t in c["choices"][0]["logprobs"]["content"]] == content
         _, reply = post(url, ROUTES[1], asked(ROUTES[1], logprobs=2, max_tokens=2))
         old = reply["choices"][0]["logprobs"]
-        assert old["tokens"] == ["bytes:\\xe2", "bytes:\\x80"] and len(old["token_logprobs"]) == len(old["text_offset"]) == 2 and len(old["top_logprobs"][0]) in (2, 3)
+        assert (
+            old["tokens"] == ["bytes:\\xe2", "bytes:\\x80"]
+            and len(old["token_logprobs"]) == len(old["text_offset"]) == 2
+            and len(old["top_logprobs"][0]) in (2, 3)
+        )
         assert old["top_logprobs"][0]["bytes:\\xe2"] == old["token_logprobs"][0]
+
 
 # ---- the shape of streams
 
-def test_usage_of_a_stream_equals_the_plain_reply():                                # BC-028
+
+def test_usage_of_a_stream_equals_the_plain_reply():  # BC-028
     for path in ROUTES:
         with served(ids("slow", " f", "ox")) as (url, _):
             _, reply = post(url, path, asked(path))
@@ -206,60 +286,130 @@ def test_usage_of_a_stream_equals_the_plain_reply():                            
             chunks, _ = events(url, path, asked(path))
             assert all(c["choices"] and "usage" not in c for c in chunks)
 
+
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("more", [{}, {"max_tokens": 2}, {"stop": "x"}, {"n": 2}, {"n": 3, "temperature": 1, "seed": 7}], ids=str)
-def test_keys_and_order_of_chunks(path, more):                                      # BC-030, BC-036
+def test_keys_and_order_of_chunks(path, more):  # BC-030, BC-036
     with served(ids("slow", " f", "ox", " ran")) as (url, _):
         chunks, _ = events(url, path, asked(path, **more))
     content = "delta" if "chat" in path else "text"
     for c in chunks:
         assert {"id", "object", "created", "model", "choices"} <= c.keys()
-        for choice in c["choices"]: assert {"index", "finish_reason", content} <= choice.keys()
+        for choice in c["choices"]:
+            assert {"index", "finish_reason", content} <= choice.keys()
     for i in range(more.get("n", 1)):
         reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["index"] == i]
         assert reasons[-1] is not None and all(r is None for r in reasons[:-1])
     assert len({c["id"] for c in chunks}) == 1
-    if "chat" in path: assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    if "chat" in path:
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
 
-def test_pings_fill_a_silence():                                                    # BC-034
-    pause = lambda: (time.sleep(.6), ID["Hi"])[1]
-    for seconds, expected in ((.1, True), (-1, False)):
+
+def test_pings_fill_a_silence():  # BC-034
+    pause = lambda: (time.sleep(0.6), ID["Hi"])[1]
+    for seconds, expected in ((0.1, True), (-1, False)):
         with served([pause], limits=Limits(ping_seconds=seconds)) as (url, _):
             chunks, comments = events(url, ROUTES[0], asked(ROUTES[0]))
             assert streamed(chunks)[0] == "Hi" and bool(comments) == expected
 
+
 # ---- what is refused
 
-BAD = [({"temperature": 999999}, "temperature"), ({"temperature": -1}, "temperature"), ({"temperature": "0.7"}, "temperature"), ({"top_p": -1}, "top_p"), ({"top_p": 2}, "top_p"), ({"min_p": 2}, "min_p"),
-       ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"), ({"repeat_penalty": 0}, "repeat_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"), ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"),
-       ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"), ({"seed": "a"}, "seed"), ({"seed": 2**70}, "seed"), ({"presence_penalty": 3}, "presence_penalty"),
-       ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {str(N_VOCAB): 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"), ({"stop": ""}, "stop"),
-       ({"stop": ["a"] * 17}, "stop"), ({"stop": 5}, "stop"), ({"stop_token_ids": [N_VOCAB]}, "stop_token_ids"), ({"stop_token_ids": [True]}, "stop_token_ids"), ({"samplers": ["min_p"]}, "samplers"),
-       ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [{}]}, "tools"), ({"stream": "yes"}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
-       ({"prompt_logprobs": -1}, "prompt_logprobs"), ({"best_of": 2}, "best_of"), ({"model": 5}, "model"), ({"temperature": 10**400}, "temperature"), ({"max_tokens": 10**400}, "max_tokens")]
+BAD = [
+    ({"temperature": 999999}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "0.7"}, "temperature"),
+    ({"top_p": -1}, "top_p"),
+    ({"top_p": 2}, "top_p"),
+    ({"min_p": 2}, "min_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1000}, "n"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"seed": "a"}, "seed"),
+    ({"seed": 2**70}, "seed"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {str(N_VOCAB): 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [N_VOCAB]}, "stop_token_ids"),
+    ({"stop_token_ids": [True]}, "stop_token_ids"),
+    ({"samplers": ["min_p"]}, "samplers"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{}]}, "tools"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"model": 5}, "model"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"max_tokens": 10**400}, "max_tokens"),
+]
 
-def test_bad_parameters_are_named():                                                # BC-050, BC-068, BC-078
+
+def test_bad_parameters_are_named():  # BC-050, BC-068, BC-078
     with served(ids("Hi")) as (url, _):
         for path in ROUTES:
-            for more, name in BAD + ([({"top_logprobs": 21, "logprobs": True}, "top_logprobs"), ({"top_logprobs": 1}, "top_logprobs")] if "chat" in path else [({"logprobs": 100000}, "logprobs"), ({"suffix": "x"}, "suffix")]):
+            for more, name in BAD + (
+                [({"top_logprobs": 21, "logprobs": True}, "top_logprobs"), ({"top_logprobs": 1}, "top_logprobs")]
+                if "chat" in path
+                else [({"logprobs": 100000}, "logprobs"), ({"suffix": "x"}, "suffix")]
+            ):
                 status, reply = post(url, path, asked(path, **more))
                 error = reply.get("error", {})
-                assert status == 400 and name in error["message"] and (error["param"] or "").startswith(name) and error["type"] == "invalid_request_error" and "code" in error, (path, more, reply)
+                assert (
+                    status == 400
+                    and name in error["message"]
+                    and (error["param"] or "").startswith(name)
+                    and error["type"] == "invalid_request_error"
+                    and "code" in error
+                ), (path, more, reply)
         assert post(url, ROUTES[1], {})[1]["error"]["message"] == "prompt: missing"
         assert both(url, ROUTES[0], asked(ROUTES[0], user="me", tools=[], response_format={"type": "text"}, temperature=None, store=False))[0] == "Hi"
 
-def test_bad_bodies():                                                              # BC-054, BC-056, BC-068
+
+def test_bad_bodies():  # BC-054, BC-056, BC-068
     with served(ids("Hi"), limits=Limits(body_bytes=100_000)) as (url, _):
         for path in ROUTES + ["/tokenize"]:
-            for body in (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe{}", b'{"temperature": NaN}', b'{"temperature": Infinity}', b'{"temperature": -Infinity}', b'{"temperature": 1e999}', b'{"a": ' + b"[" * 90_000,
-                         b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", b'{"\\ud83d": 1}', b'{"seed": ' + b"9" * 5000 + b"}"):
+            for body in (
+                b"",
+                b"{",
+                b"[]",
+                b"null",
+                b'"x"',
+                b"\xff\xfe{}",
+                b'{"temperature": NaN}',
+                b'{"temperature": Infinity}',
+                b'{"temperature": -Infinity}',
+                b'{"temperature": 1e999}',
+                b'{"a": ' + b"[" * 90_000,
+                b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}",
+                b'{"\\ud83d": 1}',
+                b'{"seed": ' + b"9" * 5000 + b"}",
+            ):
                 assert post(url, path, body)[0] == 400, (path, body[:50])
             assert post(url, path, b" " * 100_001)[0] == 413
         for text, status in (("hi \\ud83d", 400), ("x \\ude00 y", 400), ("\\ud83e\\udd8a", 200)):
-            raw = {ROUTES[0]: f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}', ROUTES[1]: f'{{"prompt": "{text}<|go|>"}}', "/tokenize": f'{{"content": "{text}"}}'}
-            for path, body in raw.items(): assert post(url, path, body.encode())[0] == status, (path, text)
+            raw = {
+                ROUTES[0]: f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}',
+                ROUTES[1]: f'{{"prompt": "{text}<|go|>"}}',
+                "/tokenize": f'{{"content": "{text}"}}',
+            }
+            for path, body in raw.items():
+                assert post(url, path, body.encode())[0] == status, (path, text)
 
-def test_token_ids_are_checked_before_any_cast():                                   # BC-048
+
+def test_token_ids_are_checked_before_any_cast():  # BC-048
     with served(ids("Hi")) as (url, engine):
         for bad in ([N_VOCAB], [4294967295], [2**63 - 1], [-1], [1.5], [True], [None], [[1], ["a"]], [[]], [], {}, [1, "a"]):
             status, reply = post(url, ROUTES[1], {"prompt": bad})
@@ -268,14 +418,18 @@ def test_token_ids_are_checked_before_any_cast():                               
         assert said(post(url, ROUTES[1], {"prompt": [GO]})[1]["choices"][0]) == "Hi"
         assert [said(c) for c in post(url, ROUTES[1], {"prompt": [[GO], [1, GO]], "n": 2})[1]["choices"]] == ["Hi"] * 4
 
-def test_max_completion_tokens():                                                   # BC-052
+
+def test_max_completion_tokens():  # BC-052
     with served(ids(*["x"] * 20)) as (url, _):
         for more, n in (({"max_completion_tokens": 3}, 3), ({"max_completion_tokens": 3, "max_tokens": 5}, 3), ({"max_tokens": 5}, 5)):
             assert both(url, ROUTES[0], asked(ROUTES[0], **more)) == ("x" * n, "length")
         assert both(url, ROUTES[1], {"prompt": "<|go|>"}) == ("x" * 16, "length")
 
-def test_messages():                                                                # BC-042, BC-044
-    refuse = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}<|go|>"
+
+def test_messages():  # BC-042, BC-044
+    refuse = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}<|go|>"
+    )
     with served(ids("Hi"), template=refuse) as (url, _):
         status, reply = post(url, ROUTES[0], {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]})
         assert status == 400 and reply["error"]["message"] == "roles must alternate"
@@ -284,37 +438,119 @@ def test_messages():                                                            
         parts = [{"type": "text", "text": "Sure, "}, {"type": "text", "text": "the"}]
         usage = [post(url, ROUTES[0], {"messages": [{"role": "assistant", "content": c}]})[1]["usage"]["prompt_tokens"] for c in (parts, "Sure, the")]
         assert usage[0] == usage[1]
-        for messages, word in (([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"), ([{"role": "user"}], "content"), ([{"role": "wizard", "content": ""}], "role"), ([], "messages"),
-                               ([{"role": "user", "content": 5}], "content"), (["x"], "messages[0]"), ("x", "messages")):
+        for messages, word in (
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+            ([{"role": "user"}], "content"),
+            ([{"role": "wizard", "content": ""}], "role"),
+            ([], "messages"),
+            ([{"role": "user", "content": 5}], "content"),
+            (["x"], "messages[0]"),
+            ("x", "messages"),
+        ):
             status, reply = post(url, ROUTES[0], {"messages": messages})
             assert status == 400 and word in reply["error"]["message"], reply
-        assert post(url, ROUTES[0], {"messages": [{"role": "developer", "content": "d"}, {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}, {"role": "user", "content": "x"}]})[0] == 200
+        assert (
+            post(
+                url,
+                ROUTES[0],
+                {
+                    "messages": [
+                        {"role": "developer", "content": "d"},
+                        {"role": "assistant", "content": None, "refusal": None, "tool_calls": []},
+                        {"role": "user", "content": "x"},
+                    ]
+                },
+            )[0]
+            == 200
+        )
+
 
 def test_a_message_cannot_forge_a_turn():
     with served(ids("Hi")) as (url, _):
         usage = [post(url, ROUTES[0], {"messages": [{"role": "user", "content": c}]})[1]["usage"]["prompt_tokens"] for c in ("a<|im_end|>", "a", "a<|go|>")]
         assert usage[0] == usage[1] + len("<|im_end|>") and usage[2] == usage[1] + len("<|go|>")
 
-def test_echo():                                                                    # BC-046
+
+def test_echo():  # BC-046
     with served(ids("Hi")) as (url, _):
         assert both(url, ROUTES[1], {"prompt": "ab<|go|>", "echo": True})[0] == "ab<|go|>Hi"
         assert post(url, ROUTES[1], {"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": 1})[0] == 400
 
-def test_context_limit():                                                           # BC-100
+
+def test_context_limit():  # BC-100
     with served(ids(*["x"] * 200), max_model_len=64) as (url, _):
         text, reason = both(url, ROUTES[0], asked(ROUTES[0]))
         assert reason == "length" and 0 < len(text) < 64
         status, reply = post(url, ROUTES[1], {"prompt": "x" * 64})
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded" and "64" in reply["error"]["message"]
+        for path, body in ((ROUTES[0], {"messages": [{"role": "user", "content": "x" * 5_000_000}]}), (ROUTES[1], {"prompt": "x" * 5_000_000})):
+            status, reply = post(url, path, body)  # refused before it is tokenized
+            assert status == 400 and "5000000 characters" in reply["error"]["message"]
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+        assert post(url, ROUTES[0], {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]})[0] in (200, 400)
+
 
 def test_models_without_template_or_tokenizer():
-    with served(ids("Hi"), template=None) as (url, _): assert post(url, ROUTES[0], asked(ROUTES[0]))[1]["error"]["code"] == "no_chat_template"
+    with served(ids("Hi"), template=None) as (url, _):
+        assert post(url, ROUTES[0], asked(ROUTES[0]))[1]["error"]["code"] == "no_chat_template"
     with served(ids("Hi"), tokenizer=Tokenizer({"tokenizer.ggml.model": "none"}, N_VOCAB)) as (url, _):
-        for path, body in ((ROUTES[0], asked(ROUTES[0])), (ROUTES[1], {"prompt": "a"}), ("/tokenize", {"content": "a"})): assert post(url, path, body)[1]["error"]["code"] == "no_tokenizer"
+        for path, body in ((ROUTES[0], asked(ROUTES[0])), (ROUTES[1], {"prompt": "a"}), ("/tokenize", {"content": "a"})):
+            assert post(url, path, body)[1]["error"]["code"] == "no_tokenizer"
         status, reply = post(url, ROUTES[1], {"prompt": [GO], "max_tokens": 3})
         assert status == 200 and reply["usage"]["completion_tokens"] == 3
 
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    1.5,
+    1e308,
+    2**63,
+    -(2**70),
+    "",
+    "x",
+    "\x00",
+    "<|end|>",
+    "9" * 400,
+    [],
+    [[]],
+    [None],
+    ["a", ""],
+    [1, "a"],
+    {},
+    {"a": {}},
+    {"type": "text"},
+    {"1": 2},
+    [{}],
+]
+FIELDS = """model stream stream_options n max_tokens max_completion_tokens temperature top_p top_k min_p seed presence_penalty
+    frequency_penalty repetition_penalty repetition_window logit_bias stop stop_token_ids ignore_eos skip_special_tokens logprobs
+    top_logprobs chat_template_kwargs messages prompt echo user tools response_format best_of x""".split()
+
+
+def test_any_value_in_any_field_is_answered_or_refused():
+    rng, seen = np.random.default_rng(1), set()
+    with served(ids("Hi"), max_num_waiting=0) as (url, engine):
+        for i in range(400):
+            path = ROUTES[i % 2]
+            body = asked(path, **{str(f): VALUES[rng.integers(len(VALUES))] for f in rng.choice(FIELDS, rng.integers(1, 3))})
+            if rng.integers(3) == 0:
+                body["messages"] = [{"role": "user", "content": VALUES[rng.integers(len(VALUES))], "name": VALUES[rng.integers(len(VALUES))]}]
+            status, _, raw = receive(send(url, path, body))
+            assert status in (200, 400, 429), (path, body, raw)
+            if status != 200:
+                assert strict(raw)["error"]["message"], (path, body)
+            seen.add(status)
+        assert {200, 400} <= seen
+
+
 # ---- routes
+
 
 def test_small_routes():
     with served(ids("Hi")) as (url, _):
@@ -323,33 +559,51 @@ def test_small_routes():
         assert "literate_engine_num_running 0" in receive(send(url, "/metrics", b"", "GET"))[2].decode()
         assert get(url, "/props")[1]["engine"]["max_model_len"] == 256
         assert post(url, "/tokenize", {"content": "<|go|>a"})[1] == {"tokens": [GO, 97]}
-        assert post(url, "/tokenize", {"content": "<|go|>a", "parse_special": False})[1] == {"tokens": [*b"<|go|>a"]}        # BC-008
+        assert post(url, "/tokenize", {"content": "<|go|>a", "parse_special": False})[1] == {"tokens": [*b"<|go|>a"]}  # BC-008
         assert post(url, "/detokenize", {"tokens": [ID["slow"], ID[" f"]]})[1] == {"content": "slow f"}
         assert post(url, "/detokenize", {"tokens": [N_VOCAB]})[0] == 400
-        for path, method, status in (("/nope", "GET", 404), ("/v1/completions/", "POST", 404), ("/v1/completions", "GET", 405), ("/health", "POST", 405), ("/docs", "GET", 404)):
+        for path, method, status in (
+            ("/nope", "GET", 404),
+            ("/v1/completions/", "POST", 404),
+            ("/v1/completions", "GET", 405),
+            ("/health", "POST", 405),
+            ("/docs", "GET", 404),
+        ):
             got, reply = get(url, path, method)
             assert got == status and reply["error"]["message"], (path, got)
-        assert said(post(url, ROUTES[0], asked(ROUTES[0], model="another"))[1]["choices"][0]) == "Hi" and post(url, ROUTES[0], asked(ROUTES[0], model="another"))[1]["model"] == "scripted"
+        assert (
+            said(post(url, ROUTES[0], asked(ROUTES[0], model="another"))[1]["choices"][0]) == "Hi"
+            and post(url, ROUTES[0], asked(ROUTES[0], model="another"))[1]["model"] == "scripted"
+        )
 
-def test_large_headers():                                                            # BC-062
+
+def test_large_headers():  # BC-062
     with served(ids("Hi")) as (url, _):
         s = socket.create_connection(address(url), timeout=20)
         try:
             s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + b"a" * (1 << 20))
             assert s.recv(1000).split()[1] in (b"400", b"431")
-        except ConnectionError: pass                                                 # hung up on: as good
-        finally: s.close()
+        except ConnectionError:
+            pass  # hung up on: as good
+        finally:
+            s.close()
+
 
 def test_loading_and_failed():
     future = Future()
     with background(create_app(future)) as url:
         assert get(url, "/health") == (503, {"status": "loading"})
-        for path in ROUTES: assert post(url, path, asked(path))[0] == 503
+        for path in ROUTES:
+            assert post(url, path, asked(path))[0] == 503
         future.set_exception(ValueError("/home/someone/secret.gguf: no such file"))
-        for status, reply in (get(url, "/health"), post(url, ROUTES[0], asked(ROUTES[0])), get(url, "/v1/models")): assert status in (500, 503) and "secret" not in json.dumps(reply)        # BC-132
+        for status, reply in (get(url, "/health"), post(url, ROUTES[0], asked(ROUTES[0])), get(url, "/v1/models")):
+            assert status in (500, 503) and "secret" not in json.dumps(reply)  # BC-132
+
 
 def test_engine_failure_is_a_500_and_harms_no_other():
-    def boom(): raise RuntimeError("in /some/where/secret.py")
+    def boom():
+        raise RuntimeError("in /some/where/secret.py")
+
     with served([ID["Hi"], boom]) as (url, engine):
         for path in ROUTES:
             status, reply = post(url, path, asked(path))
@@ -358,74 +612,96 @@ def test_engine_failure_is_a_500_and_harms_no_other():
             assert b"error" in raw and b"secret" not in raw and raw.endswith(b"data: [DONE]\n\n")
             assert both(url, path, asked(path, max_tokens=1)) == ("Hi", "length")
 
+
 def test_a_fault_of_the_server_is_a_500_without_traceback(monkeypatch):
     with served(ids("Hi")) as (url, engine):
         monkeypatch.setattr(engine, "props", lambda: 1 / 0)
         status, reply = get(url, "/props")
         assert status == 500 and "Traceback" not in json.dumps(reply) and "ZeroDivision" not in json.dumps(reply)
 
+
 # ---- load and leaving
 
+
 def test_a_full_engine_answers_429():
-    with served(ids(*["x"] * 200), seconds=.02, max_num_seqs=1, max_num_waiting=1) as (url, engine):
+    with served(ids(*["x"] * 200), seconds=0.02, max_num_seqs=1, max_num_waiting=1) as (url, engine):
         busy = [send(url, ROUTES[0], asked(ROUTES[0])) for _ in range(2)]
         assert wait_for(lambda: engine.stats()["num_submitted"] == 2)
         for path in ROUTES:
             status, head, raw = receive(send(url, path, asked(path, stream=True)))
             assert status == 429 and strict(raw)["error"]["code"] == "engine_full" and "retry-after" in head.lower()
         assert post(url, ROUTES[0], asked(ROUTES[0], n=4))[0] == 429
-        for s in busy: s.close()
+        for s in busy:
+            s.close()
+
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_queued_requests_of_clients_that_left_never_run(stream):                    # BC-104
-    with served(ids(*["x"] * 60), seconds=.02, max_num_seqs=1) as (url, engine):
+def test_queued_requests_of_clients_that_left_never_run(stream):  # BC-104
+    with served(ids(*["x"] * 60), seconds=0.02, max_num_seqs=1) as (url, engine):
         ran, step = [], engine.core.model.script
-        def watch(tokens): ran.append(tokens[0]); return step(tokens)
+
+        def watch(tokens):
+            ran.append(tokens[0])
+            return step(tokens)
+
         engine.core.model.script = watch
         first = send(url, ROUTES[1], {"prompt": [1, GO], "max_tokens": 60})
         assert wait_for(lambda: engine.stats()["num_running"] == 1)
         queued = [send(url, ROUTES[1], {"prompt": [n, GO], "max_tokens": 2, "stream": stream}) for n in (2, 3, 4)]
         assert wait_for(lambda: engine.stats()["num_waiting"] == 3)
-        queued[0].close(); queued[1].close()
+        queued[0].close()
+        queued[1].close()
         assert receive(first)[0] == 200 and receive(queued[2])[0] == 200
         assert set(ran) == {1, 4}
+
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_leaving_ends_a_running_request_within_a_step(path, stream):
-    with served(ids(*["x"] * 200), seconds=.05) as (url, engine):
+    with served(ids(*["x"] * 200), seconds=0.05) as (url, engine):
         s = send(url, path, asked(path, stream=stream, n=2))
         assert wait_for(lambda: engine.stats()["num_running"] == 2)
-        s.close(); at = engine.stats()["num_steps"]
+        s.close()
+        at = engine.stats()["num_steps"]
         assert wait_for(lambda: idle(engine))
         assert engine.stats()["num_steps"] - at <= 4
 
-def test_fifty_dropped_requests_leave_nothing_behind():                             # BC-106
-    with served(ids(*["x"] * 200), seconds=.002, max_num_seqs=4) as (url, engine):
+
+def test_fifty_dropped_requests_leave_nothing_behind():  # BC-106
+    with served(ids(*["x"] * 200), seconds=0.002, max_num_seqs=4) as (url, engine):
         post(url, ROUTES[0], asked(ROUTES[0], max_tokens=2))
         base, tasks, rng = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None, get(url, "/tasks")[1], np.random.default_rng(0)
         for i in range(50):
             s = send(url, ROUTES[i % 2], asked(ROUTES[i % 2], stream=bool(rng.integers(2)), n=int(rng.integers(1, 3))))
-            time.sleep(float(rng.uniform(0, .03)))
-            if rng.integers(2): s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")        # a reset instead of a goodbye
+            time.sleep(float(rng.uniform(0, 0.03)))
+            if rng.integers(2):
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset instead of a goodbye
             s.close()
         assert wait_for(lambda: idle(engine))
-        if base: assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= base)
+        if base:
+            assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= base)
         assert wait_for(lambda: get(url, "/tasks")[1] <= tasks)
-        assert threading.active_count() < 64                                         # the workers of asyncio.to_thread stay
+        assert threading.active_count() < 64  # the workers of asyncio.to_thread stay
         assert both(url, ROUTES[0], asked(ROUTES[0], max_tokens=2)) == ("xx", "length")
 
+
 def test_requests_at_once_each_get_their_own_answer():
-    with served(ids("slow", " f", "ox"), seconds=.002, max_num_seqs=8) as (url, _):
+    with served(ids("slow", " f", "ox"), seconds=0.002, max_num_seqs=8) as (url, _):
         got = [None] * 24
-        def one(i): got[i] = both(url, ROUTES[i % 2], asked(ROUTES[i % 2]))
+
+        def one(i):
+            got[i] = both(url, ROUTES[i % 2], asked(ROUTES[i % 2]))
+
         threads = [threading.Thread(target=one, args=(i,)) for i in range(24)]
-        for t in threads: t.start()
-        for t in threads: t.join()
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
         assert got == [("slow fox", "stop")] * 24
 
+
 def test_a_server_that_stops_ends_its_streams():
-    engine = scripted(ids(*["x"] * 200), seconds=.02).start()
+    engine = scripted(ids(*["x"] * 200), seconds=0.02).start()
     try:
         with background(create_app(engine)) as url:
             sockets = [send(url, path, asked(path, stream=stream)) for path in ROUTES for stream in (True, False)]
@@ -436,9 +712,12 @@ def test_a_server_that_stops_ends_its_streams():
             status, _, raw = receive(s)
             assert status == (200 if stream else 503) and b"the server is stopping" in raw and (not stream or raw.endswith(b"data: [DONE]\n\n"))
         assert wait_for(lambda: idle(engine))
-    finally: engine.stop()
+    finally:
+        engine.stop()
+
 
 # ---- the official client
+
 
 def test_openai_client():
     with served(ids("slow", " f", "ox")) as (url, _):
@@ -449,29 +728,45 @@ def test_openai_client():
         assert [c.message.content for c in reply.choices] == ["slow fox"] * 2 and reply.choices[0].finish_reason == "stop" and reply.usage.total_tokens > 3
         assert reply.choices[0].logprobs.content[0].token == "slow" and len(reply.choices[0].logprobs.content[0].top_logprobs) == 2
         chunks = list(client.chat.completions.create(model="scripted", messages=messages, stream=True, stream_options={"include_usage": True}))
-        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "slow fox" and chunks[-1].usage == reply.usage.model_copy(update={
-            "completion_tokens": chunks[-1].usage.completion_tokens, "total_tokens": chunks[-1].usage.total_tokens})
-        with client.chat.completions.stream(model="scripted", messages=messages) as stream: assert stream.get_final_completion().choices[0].message.content == "slow fox"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "slow fox" and chunks[-1].usage == reply.usage.model_copy(
+            update={"completion_tokens": chunks[-1].usage.completion_tokens, "total_tokens": chunks[-1].usage.total_tokens}
+        )
+        with client.chat.completions.stream(model="scripted", messages=messages) as stream:
+            assert stream.get_final_completion().choices[0].message.content == "slow fox"
         old = client.completions.create(model="scripted", prompt=["<|go|>", "a<|go|>"], logprobs=1)
         assert [c.text for c in old.choices] == ["slow fox"] * 2 and [c.index for c in old.choices] == [0, 1] and old.choices[0].logprobs.tokens[0] == "slow"
         assert "".join(c.choices[0].text for c in client.completions.create(model="scripted", prompt="<|go|>", stream=True)) == "slow fox"
-        for kind, more in ((openai.BadRequestError, {"temperature": 5}), (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]})):
-            with pytest.raises(kind): client.chat.completions.create(model="scripted", messages=messages, **more)
-        with pytest.raises(openai.NotFoundError): client.models.retrieve("nope")
+        for kind, more in (
+            (openai.BadRequestError, {"temperature": 5}),
+            (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ):
+            with pytest.raises(kind):
+                client.chat.completions.create(model="scripted", messages=messages, **more)
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("nope")
+
 
 def test_openai_client_sees_a_failure_in_a_stream():
-    def boom(): raise RuntimeError
+    def boom():
+        raise RuntimeError
+
     with served([ID["Hi"], boom]) as (url, _):
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=20)
-        with pytest.raises(openai.APIError, match="failed"): list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}], stream=True))
+        with pytest.raises(openai.APIError, match="failed"):
+            list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}], stream=True))
+
 
 # ---- as a program
 
-def run(*args, **more): return subprocess.Popen([sys.executable, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], **more)
+
+def run(*args, **more):
+    return subprocess.Popen([sys.executable, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], **more)
+
 
 def test_the_command_line_does_not_import_the_web_framework():
     code = "import sys, literate_engine, literate_engine.cli; print([m for m in ('fastapi', 'uvicorn', 'jinja2') if m in sys.modules])"
     assert run("-c", code).communicate(timeout=60)[0].strip() == "[]"
+
 
 def test_a_wrong_model_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"not a model at all, not at all")
@@ -479,6 +774,7 @@ def test_a_wrong_model_is_one_line_and_exit_code_2(tmp_path):
         p = run("-m", "literate_engine.server", model, "--port", "0")
         _, err = p.communicate(timeout=120)
         assert p.returncode == 2 and err.strip().count("\n") == 0 and "Traceback" not in err, err
+
 
 @pytest.mark.slow
 @pytest.mark.model
@@ -490,9 +786,11 @@ def test_serve_the_real_model(smollm2):
         assert wait_for(lambda: get(url, "/health")[0] == 200 or p.poll() is not None, 300) and p.poll() is None
         assert "curl" in p.stdout.readline() + p.stdout.readline()
         body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France? One word."}], "max_tokens": 20}).encode()
-        with urllib.request.urlopen(urllib.request.Request(url + ROUTES[0], body, {"Content-Type": "application/json"}), timeout=120) as r: reply = json.load(r)
+        with urllib.request.urlopen(urllib.request.Request(url + ROUTES[0], body, {"Content-Type": "application/json"}), timeout=120) as r:
+            reply = json.load(r)
         assert "Paris" in reply["choices"][0]["message"]["content"]
         assert both(url, ROUTES[1], {"prompt": "The capital of France is", "max_tokens": 5})[0].strip().startswith("Paris")
         p.send_signal(signal.SIGINT)
         assert p.wait(30) == 0 and "Traceback" not in p.stderr.read()
-    finally: p.kill()
+    finally:
+        p.kill()

@@ -1,0 +1,136 @@
+"""Matrix kernels: every format, both kinds of activations, odd shapes, extreme codes, shares of threads, the other instruction sets."""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from literate_engine.linear import ACT_OF, linear_int8_ref, linear_ref, quantize_act_ref
+from literate_engine.linear_cpu import LINEAR_FORMATS, act_bytes, aligned_zeros, linear_cpu, pack, packed_bytes, pad16, share_op
+from literate_engine.quants import QUANT_TYPES, dequantize
+from literate_engine.simd import FEATURES, choose_isa, run_op
+
+FORMATS = list(LINEAR_FORMATS)
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}      # where float16 scales stand; default: 0
+
+
+def random_raw(fmt, n, k, rng, extreme=False):
+    "Random blocks, not made by a quantiser: every code and every integer scale occurs. extreme: codes are all smallest or all largest in long runs."
+    t = QUANT_TYPES[fmt]
+    if fmt in ("F32", "F16", "BF16"):
+        w = rng.standard_normal((n, k)).astype(np.float32)
+        return (w if fmt == "F32" else w.astype(np.float16) if fmt == "F16" else (w.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+    raw = rng.integers(0, 256, (n, k//t.block_size, t.type_size), dtype=np.uint8)
+    if extreme: raw[:] = rng.choice([0, 255, 128, 127], (n, k//t.block_size, 1)).astype(np.uint8)
+    for o in SCALES.get(fmt, (0,)):
+        raw[..., o:o+2] = rng.uniform(-.01, .01, (n, k//t.block_size, 1)).astype(np.float16).view(np.uint8)
+    return raw.reshape(n, -1)
+
+
+def close(got, want, tol=2e-6): assert np.abs(got - want).max() <= tol*max(np.abs(want).max(), 1e-30)
+
+
+def check(fmt, n, k, m, exact, extreme=False, seed=0):
+    rng = np.random.default_rng(seed)
+    raw = random_raw(fmt, n, k, rng, extreme)
+    raw.flags.writeable = False
+    W = pack(raw, fmt, n, k)
+    assert W.size == packed_bytes(fmt, n, k)
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    if extreme: x = rng.choice([-1., 1.], (m, k)).astype(np.float32); x[0] = 1; x[-1] = -1
+    y = linear_cpu(x, W, fmt, n, exact=exact)
+    # The sums run over terms much larger than their total: what a float32 sum may lose is measured by the sum of their sizes
+    w = dequantize(raw, fmt)
+    size = (np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T).max()
+    want = linear_ref(x, raw, fmt) if exact else linear_int8_ref(x, raw, fmt)
+    # weights are code * scale - minimum, and a kernel sums the two parts apart
+    parts = 4 if fmt in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    assert np.abs(y - want).max() <= parts*1e-6*max(size, np.abs(want).max())
+    for t in range(m): assert (linear_cpu(x[t:t+1], W, fmt, n, exact=exact) == y[t]).all()
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["int8", "exact"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_formats(fmt, exact):
+    k = QUANT_TYPES[fmt].block_size if QUANT_TYPES[fmt].block_size > 1 else 37
+    check(fmt, 16, k, 1, exact)
+    check(fmt, 33, 3*k, 7, exact, seed=1)
+    check(fmt, 1, k, 4, exact, seed=2)
+    check(fmt, 48, 2*k, 13, exact, seed=3)
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if ACT_OF[f] != "F32"])
+def test_largest_codes_do_not_overflow(fmt): check(fmt, 64, 512, 6, False, extreme=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_embedding_row(fmt):
+    n, k = 35, 3*max(QUANT_TYPES[fmt].block_size, 13)
+    raw = random_raw(fmt, n, k, np.random.default_rng(4))
+    ids, y = np.array([34, 0, 17, 16, 34]), np.full((5, pad16(k)), 7, np.float32)
+    share_op(f"embed_{fmt}", y, ids, pack(raw, fmt, n, k), k, 0.5, rows=5, n=2)
+    close(y[:, :k], dequantize(raw, fmt)[ids]*np.float32(0.5), 1e-6)
+    assert (y[:, k:] == 0).all()
+
+
+@pytest.mark.parametrize("fmt", ["Q4_1", "Q6_K", "F16"])
+def test_threads_share_without_a_trace(fmt):
+    rng = np.random.default_rng(5)
+    n, k, m, act = 100, 512, 9, ACT_OF[fmt]
+    W, x = pack(random_raw(fmt, n, k, rng), fmt, n, k), rng.standard_normal((m, k)).astype(np.float32)
+    want = linear_cpu(x, W, fmt, n)
+    for threads in (2, 3, 8):
+        rows = x
+        if act != "F32": rows = aligned_zeros(m*act_bytes(act, k)); share_op(f"quantize_{act}", rows, x, k, rows=m, n=threads)
+        y = np.empty((m, pad16(n)), np.float32)
+        share_op(f"linear_{fmt}", y, rows, W, k, n, rows=m, n=threads)
+        assert (y[:, :n] == want).all() and (y[:, n:] == 0).all()
+
+
+@pytest.mark.parametrize("act, block", [("Q8_1", 32), ("Q8_K", 256)])
+def test_activations(act, block):
+    x = np.random.default_rng(6).standard_normal((6, 512)).astype(np.float32)
+    x[1] = 0; x[2] *= 1e-38; x[3] *= 1e30; x[4, ::7] = 100
+    rec = aligned_zeros(6*act_bytes(act, 512))
+    run_op(f"quantize_{act}", rec, x, 512, rows=6)
+    q, s = quantize_act_ref(x, act)
+    rec = rec.reshape(6, -1)
+    assert (rec[:, :512].view(np.int8) == q).all()
+    assert (rec[:, 512:512 + 4*512//block].view(np.float32) == s)[[0, 1, 3, 4, 5]].all()
+
+
+def test_pack_refuses():
+    for bad in (lambda: pack(np.zeros((4, 20), np.uint8), "Q4_1", 4, 48), lambda: pack(np.zeros((4, 20), np.uint8), "Q4_1", 5, 32)):
+        with pytest.raises(ValueError): bad()
+
+
+SCRIPT = """
+import test_linear as t
+for f in {formats!r}: t.check(f, 48, 512, 9, False); t.check(f, 32, 512, 5, False, extreme=True)
+print("ok", t.choose_isa(t.FEATURES, {isa!r}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["generic", "avxvnni", "avx512"])
+def test_other_instruction_sets(isa, root):
+    needs = {"generic": set(), "avxvnni": {"avx512vnni", "avx512vl"}, "avx512": {"avx512vnni", "avx512bw", "avx512vl"}}[isa]
+    if not needs <= FEATURES and not (isa == "avxvnni" and "avxvnni" in FEATURES): pytest.skip(f"this CPU has no {isa}")
+    env = {**os.environ, "LITERATE_ISA": isa, "PYTHONPATH": os.pathsep.join([str(root), str(root/"tests")])}
+    r = subprocess.run([sys.executable, "-c", SCRIPT.format(isa=isa, formats=["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])],
+                       env=env, capture_output=True, text=True, timeout=900)
+    assert r.returncode == 0 and r.stdout.startswith("ok"), r.stderr[-2000:]
+
+
+@pytest.mark.model
+def test_real_matrices(smollm2):
+    from literate_engine.gguf import GGUFFile
+    rng = np.random.default_rng(7)
+    with GGUFFile(smollm2) as g:
+        for name in ("blk.0.attn_q.weight", "blk.11.ffn_down.weight"):
+            info, raw = g.tensors[name], g.raw(name)
+            (n, k), fmt = info.shape, info.type.name
+            x, W = rng.standard_normal((3, k)).astype(np.float32), pack(raw, fmt, n, k)
+            close(linear_cpu(x, W, fmt, n), linear_int8_ref(x, np.array(raw), fmt))
+            close(linear_cpu(x, W, fmt, n, exact=True), linear_ref(x, np.array(raw), fmt))
