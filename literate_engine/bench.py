@@ -6,7 +6,7 @@
 __all__ = ['PEERS', 'DEFAULTS', 'together', 'Ours', 'LlamaCpp', 'bytes_per_token', 'prompts_for', 'measure', 'load_time',
            'run_bench']
 
-# %% ../nbs/60_bench.ipynb #1c249877
+# %% ../nbs/60_bench.ipynb #fee5b3ef
 import json
 import math
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import data_dir, find_model, machine, num_cores, peak_bandwidth, ratio, save_bench
+from .core import find_model, machine, num_cores, peak_bandwidth, ratio, save_bench
 
 # %% ../nbs/60_bench.ipynb #e82c2b21
 def together(
@@ -152,7 +152,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #bd7a505e
+# %% ../nbs/60_bench.ipynb #4a7bf406
 def run_bench(
     what: str,  # "decode" | "prefill" | "load"
     model: str = "smollm2",  # what find_model takes
@@ -175,6 +175,7 @@ def run_bench(
     kinds = ([] if only_peer else [Ours]) + ([PEERS[peer]] if peer else [])
     name = model if "/" not in str(model) and not os.path.exists(model) else path.stem
     rows, n_vocab = [], _n_vocab(path)
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None         # what else the machine was doing
     for t in threads:
         for b in (batch if what == "decode" else (1,)):
             bandwidth = [peak_bandwidth(threads=t)] if what == "decode" and device == "cpu" and b == 1 else []
@@ -183,7 +184,7 @@ def run_bench(
             ours, theirs = (None if only_peer else rounds[0]), (rounds[-1] if peer else None)
             ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if bandwidth else None
             rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))
-    settings = {"file": path.name, "peer": peer, "kv_type": "f16", "temperature": 0, "prompt_cache": False, "runs": runs, "order": "interleaved"}
+    settings = {"file": path.name, "peer": peer, "kv_type": "f16", "temperature": 0, "prompt_cache": False, "runs": runs, "order": "interleaved", "load_before": load}
     command = f"literate-engine bench {what} {name} --device {device} --threads {','.join(map(str, threads))}" + (f" --peer {peer}" if peer else "")
     if save and not only_peer: save_bench(f"e2e_{what}_{name}", rows, command, settings=settings)
     return {"machine": machine(), "settings": settings, "rows": rows}

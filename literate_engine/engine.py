@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'EngineConfig', 'resolve', 'S
            'EngineCore', 'ScriptedModel', 'EngineFull', 'Loaded', 'Engine', 'choices', 'load_model', 'TokenLogprob',
            'RequestOutput', 'LLM']
 
-# %% ../nbs/43_engine.ipynb #5cc4f3e0
+# %% ../nbs/43_engine.ipynb #e185ec0b
 import logging
 import queue
 import sys
@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -422,7 +423,7 @@ def choices(params: SamplingParams) -> list[SamplingParams]:
     "n = 1 parameters for each of the n continuations: a given seed counts up."
     return [replace(params, n=1, seed=None if params.seed is None else params.seed + i) for i in range(params.n)]
 
-# %% ../nbs/43_engine.ipynb #ab64a535
+# %% ../nbs/43_engine.ipynb #e4f38921
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
@@ -430,13 +431,17 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     from literate_engine.model import Model
     file = GGUFFile(path)
     model_config = ModelConfig.from_gguf(file, config.rope_freq_base)
-    config, tokenizer = resolve(config, model_config), Tokenizer.from_gguf(file)
+    config = resolve(config, model_config)
     as_configured = {k: getattr(config, k) for k in ("device", "activations", "kv_type", "num_threads", "max_model_len", "max_num_batched_tokens",
                                                      "kv_block_size", "rope_freq_base")}
-    model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,
-                  num_kv_blocks=config.kv_memory // kv_bytes_per_block(model_config.layers, config.kv_type))
+    with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
+        tokenizer = aside.submit(Tokenizer.from_gguf, file)
+        model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,
+                      num_kv_blocks=config.kv_memory // kv_bytes_per_block(model_config.layers, config.kv_type))
+    try: tokenizer, template = tokenizer.result(), ChatTemplate.from_gguf(file, tokenizer.result())
+    except ValueError: model.close(); raise
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")
-    return Loaded(model, tokenizer, ChatTemplate.from_gguf(file, tokenizer), file.metadata, name, file), config
+    return Loaded(model, tokenizer, template, file.metadata, name, file), config
 
 def _props(self) -> dict:
     "What is in effect, and what was assumed."

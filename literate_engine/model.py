@@ -105,7 +105,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #1b971d5d
+# %% ../nbs/31_model.ipynb #82246afe
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
@@ -117,8 +117,8 @@ class Model:
         blocks_per_seq = -(-max_model_len//kv_block_size)
         self.file = GGUFFile(path)
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base)
-        self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq)
         num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
+        self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks)
         self.cache = KVCache(self.config.layers, num_kv_blocks, kv_block_size, kv_type)
         self.layer_caches = [LayerCache(self.cache, i) for i in range(self.config.n_layer)]
         self.pool = BlockPool(num_kv_blocks)
@@ -151,7 +151,7 @@ class Model:
         self.weights = self.cache = self.layer_caches = self.program = self.ops = None
         self.file.close()
 
-# %% ../nbs/31_model.ipynb #17bd32c6
+# %% ../nbs/31_model.ipynb #506ca34e
 def prompt_logits(model: Model, token_ids, chunk: int | None = None) -> np.ndarray: # [n_tokens, n_vocab] float32
     "Logits of every position of one sequence, computed in steps of at most `chunk` tokens"
     chunk = min(chunk or model.max_num_out, model.max_num_out)
@@ -159,7 +159,7 @@ def prompt_logits(model: Model, token_ids, chunk: int | None = None) -> np.ndarr
     if blocks is None: raise ValueError(f"{len(token_ids)} tokens need more KV blocks than the {model.pool.num_free} that are free")
     out = []
     for i in range(0, len(token_ids), chunk):
-        model.batch.fill([(token_ids[i:i+chunk], i, blocks, "all")], n_vocab=model.config.n_vocab)
+        model.batch.fill([(token_ids[i:i+chunk], i, blocks, "all")])
         out.append(model.forward(model.batch).copy())
     model.pool.free(blocks)
     return np.concatenate(out)

@@ -14,8 +14,8 @@ __all__ = ['ISAS', 'FEATURES', 'ISA', 'cached_jit', 'I8', 'I16', 'I32', 'I64', '
            'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier', 'cpu_op',
            'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'run', 'worker', 'run_op', 'call_share']
 
-# %% ../nbs/10_simd.ipynb #2ea6bec0
-import hashlib, inspect, operator, os, sys, tempfile
+# %% ../nbs/10_simd.ipynb #0f7f49b9
+import hashlib, inspect, operator, os, shutil, sys, tempfile, time
 from pathlib import Path
 import numba, numpy as np, llvmlite.binding as llvm
 from llvmlite import ir
@@ -43,7 +43,7 @@ def choose_isa(
 FEATURES = {k for k, v in llvm.get_host_cpu_features().items() if v}
 ISA = choose_isa(FEATURES, os.environ.get("LITERATE_ISA", ""))
 
-# %% ../nbs/10_simd.ipynb #cb27dbd5
+# %% ../nbs/10_simd.ipynb #39fc68dd
 def _sources() -> list[Path]:
     "The package's files that hold numba code (this one, and those that import it)."
     here = Path(__file__).parent if "__file__" in globals() else Path()
@@ -55,23 +55,31 @@ def cache_key() -> str:
     for p in _sources(): h.update(p.name.encode() + p.read_bytes())
     return h.hexdigest()[:16]
 
+def _forget_old(keep: Path, days: int = 14) -> None:
+    "Remove the folders of earlier versions that nobody has used for a while."
+    for d in keep.parent.iterdir():
+        if d != keep and time.time() - d.stat().st_mtime > days*86400: shutil.rmtree(d, ignore_errors=True)
+
 def cache_folder() -> Path:
     "The folder for numba's cache: the user's choice, else beside the package, else the user's cache folder, else a temporary one."
     here = Path(__file__).parent / "__pycache__" if "__file__" in globals() else None
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    tries = [os.environ.get("NUMBA_CACHE_DIR"), here, home / "literate_engine", Path(tempfile.gettempdir()) / f"literate_engine-{os.getuid() if hasattr(os, 'getuid') else 0}"]
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    tries = [os.environ.get("NUMBA_CACHE_DIR"), here, home / "literate_engine", Path(tempfile.gettempdir()) / f"literate_engine-{user}"]
     for root in map(Path, filter(None, tries)):
         d = root / "literate_engine" / "numba" / cache_key()
         try:
             d.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=d): return d
+            with tempfile.TemporaryFile(dir=d): _forget_old(d); return d
         except OSError: continue
     return Path(tempfile.mkdtemp())
 
-# %% ../nbs/10_simd.ipynb #78a3f862
+# %% ../nbs/10_simd.ipynb #868388d0
 numba.config.CACHE_DIR = str(cache_folder())
+
+# %% ../nbs/10_simd.ipynb #78385275
 def own_name(f):
-    "Give a closure a name that tells what it closes over, so that no two functions share a symbol"
+    "Give a closure a name that tells what it closes over, so that no two functions share a symbol."
     def tag(v):
         if hasattr(v, "py_func"): return v.py_func.__module__ + v.py_func.__qualname__
         if isinstance(v, (tuple, list)): return "(" + ",".join(map(tag, v)) + ")"
@@ -81,7 +89,7 @@ def own_name(f):
     return f
 
 def jit(f):
-    "A function that is compiled into whatever calls it"
+    "Make f a function that is compiled into whatever calls it; it cannot be called from Python."
     return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(own_name(f))
 cached_jit = njit(nogil=True, error_model="numpy", cache=True)   # called from Python: compiled once, kept on disk
 

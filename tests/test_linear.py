@@ -9,7 +9,7 @@ import pytest
 from literate_engine.linear import ACT_OF, linear_int8_ref, linear_ref, quantize_act_ref
 from literate_engine.linear_cpu import LINEAR_FORMATS, act_bytes, aligned_zeros, linear_cpu, pack, packed_bytes, pad16, share_op
 from literate_engine.quants import QUANT_TYPES, dequantize
-from literate_engine.simd import FEATURES, choose_isa, run_op
+from literate_engine.simd import FEATURES, run_op
 
 FORMATS = list(LINEAR_FORMATS)
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}      # where float16 scales stand; default: 0
@@ -108,7 +108,7 @@ def test_pack_refuses():
 SCRIPT = """
 import test_linear as t
 for f in {formats!r}: t.check(f, 48, 512, 9, False); t.check(f, 32, 512, 5, False, extreme=True)
-print("ok", t.choose_isa(t.FEATURES, {isa!r}))
+from literate_engine.simd import ISA; assert ISA == {isa!r}; print("ok")
 """
 
 

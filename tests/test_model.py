@@ -28,7 +28,7 @@ def greedy(model, ids, steps):
     for _ in range(steps):
         while todo:
             part, todo = todo[:limit], todo[limit:]
-            model.batch.fill([(part, done, blocks, "last")], n_vocab=model.config.n_vocab)
+            model.batch.fill([(part, done, blocks, "last")])
             logits, done = model.forward(model.batch)[0], done + len(part)
         if first is None: first = logits.copy()
         out.append(int(logits.argmax()))
@@ -76,7 +76,7 @@ def test_batched_equals_alone():
         a, b = want["p0_ids"].tolist(), want["p1_ids"].tolist()
         alone = [prompt_logits(model, ids) for ids in (a, b)]
         blocks = [model.pool.allocate(10) for _ in range(3)]
-        model.batch.fill([(b, 0, blocks[0], "all"), ([5]*9, 0, blocks[1], None), (a, 0, blocks[2], "all")], n_vocab=model.config.n_vocab)
+        model.batch.fill([(b, 0, blocks[0], "all"), ([5]*9, 0, blocks[1], None), (a, 0, blocks[2], "all")])
         got = model.forward(model.batch)
         assert (got[:len(b)] == alone[1]).all() and (got[len(b):] == alone[0]).all()
         model.close()
