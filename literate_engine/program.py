@@ -7,7 +7,7 @@ __all__ = ['KINDS', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'sha
            'Recorder', 'aligned', 'Vector', 'CpuWeights', 'allocate', 'barriers', 'Workers', 'Program', 'Tape',
            'lockstep', 'profile']
 
-# %% ../nbs/30_program.ipynb #ef0f16d1
+# %% ../nbs/30_program.ipynb #cf813d53
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,9 +17,9 @@ import numpy as np
 from .attention import attention_ref
 from .kvcache import KVCache
 from .linear_cpu import LINEAR_FORMATS, act_bytes, pad16
-from .ops import ACTS, gated_ref, operand_word, rms_norm_ref, rope_ref, rope_table, softcap_ref
+from .ops import ACTS, gated_ref, rms_norm_ref, rope_ref, rope_table, softcap_ref
 from .quants import QuantTensor
-from .simd import WORDS, op_address, run, worker
+from .simd import WORDS, op_address, operand_word, run, worker
 
 # %% ../nbs/30_program.ipynb #0c4cba12
 @dataclass(eq=False)

@@ -12,10 +12,11 @@ __all__ = ['ISAS', 'FEATURES', 'ISA', 'cached_jit', 'I8', 'I16', 'I32', 'I64', '
            'tile_i32', 'tile_fma', 'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
            'tile_dot_i8', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs',
            'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier', 'cpu_op',
-           'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'run', 'worker', 'run_op', 'call_share']
+           'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'run', 'worker', 'operand_word', 'run_op',
+           'call_share']
 
-# %% ../nbs/10_simd.ipynb #0f7f49b9
-import hashlib, inspect, operator, os, shutil, sys, tempfile, time
+# %% ../nbs/10_simd.ipynb #1ab529c9
+import functools, hashlib, inspect, logging, operator, os, shutil, sys, tempfile, time
 from pathlib import Path
 import numba, numpy as np, llvmlite.binding as llvm
 from llvmlite import ir
@@ -521,7 +522,7 @@ def barrier(bar, n):
             if k > 2000: sched_yield(); k = 0
             else: cpu_pause()
 
-# %% ../nbs/10_simd.ipynb #2ec16992
+# %% ../nbs/10_simd.ipynb #97f1d810
 WORDS = 24
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
@@ -545,10 +546,17 @@ def _compile(f):
     "To machine code; from the cache, or into it, if f comes from a file."
     return cfunc(SIG, cache=os.path.exists(f.__code__.co_filename), error_model="numpy")(f)
 
+@functools.cache
+def _say_that_it_compiles():
+    "The first start takes a while: one line for whoever waits"
+    logging.getLogger("literate_engine").warning("compiling the CPU kernels for this machine: once per version, about ten seconds")
+
 def op_address(name: str) -> int:
     "The address of an op's machine code; compiles it, or takes it from the cache, on first use."
     if name not in CPU_OPS: raise ValueError(f"no CPU op {name!r}")
-    if name not in _compiled: _compiled[name] = _compile(CPU_OPS[name])
+    if name not in _compiled:
+        _compiled[name] = f = _compile(CPU_OPS[name])
+        if not f.cache_hits and os.path.exists(CPU_OPS[name].__code__.co_filename): _say_that_it_compiles()
     return _compiled[name].address
 
 # %% ../nbs/10_simd.ipynb #67399a13
@@ -593,7 +601,12 @@ def worker(tid, n, C, bar, seen):
         run(tid, n, C[2], C[3], C[4], bar); seen, k = e, 0
     return seen
 
-# %% ../nbs/10_simd.ipynb #75f433d7
+# %% ../nbs/10_simd.ipynb #f4f4ea66
+def operand_word(a) -> int:
+    "An operand as an int64 word: the address of an array, the bits of a float, or the integer itself."
+    if isinstance(a, np.ndarray): return a.ctypes.data
+    return int(np.float64(a).view(np.int64)) if isinstance(a, float) else int(a)
+
 def run_op(
     name: str,           # a registered op
     *operands,           # its operands: arrays (their addresses are passed), integers, floats (their bits)
@@ -602,9 +615,8 @@ def run_op(
     n: int = 1,          # of so many
 ):
     "Run one op now, from Python: for tests, and for work outside a step such as packing weights."
-    words = [a.ctypes.data if isinstance(a, np.ndarray) else int(np.float64(a).view(np.int64)) if isinstance(a, float) else int(a) for a in operands]
     I, S = np.zeros(WORDS, np.int64), np.array([rows, rows, 0, 1], np.int64)
-    I[0] = op_address(name); I[4:4+len(words)] = words
+    I[0], I[4:4+len(operands)] = op_address(name), [operand_word(a) for a in operands]
     call_share(tid, n, I.ctypes.data, S.ctypes.data)
 
 @cached_jit

@@ -6,16 +6,17 @@
 __all__ = ['SSMSpec', 'softplus_ref', 'mamba1_ref', 'mamba2_ref', 'segment_sums', 'mamba2_chunked', 'ssm_gate_ref',
            'ssm_norm_gate_ref', 'to_tiles', 'from_tiles', 'sequences', 'ssm_dt_ref', 'mamba2_scan_ref',
            'mamba1_scan_ref', 'softplus16', 'softplus1', 'ssm_dt', 'mamba2_tile', 'mamba2_lanes', 'clear_tile',
-           'mamba2_scan', 'mamba1_tile', 'mamba1_scan', 'gate_columns', 'ssm_gate', 'ssm_norm_gate', 'take_columns',
-           'take_columns_ref', 'mamba2_block', 'mamba1_block']
+           'mamba2_scan', 'decayed', 'try_decayed', 'mamba1_tile', 'mamba1_scan', 'gate_columns', 'ssm_gate',
+           'ssm_norm_gate', 'take_columns', 'take_columns_ref', 'mamba2_block', 'mamba1_block']
 
-# %% ../nbs/23_ssm.ipynb #3fadfe49
+# %% ../nbs/23_ssm.ipynb #01286f92
 from dataclasses import dataclass
 
 import numpy as np
 
 from .ops import act16, norm_group, pad16, rms_norm_ref
-from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, store, vabs, vdiv, vexp, vmax)
+from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, pow2i, store, vabs, vdiv,
+                                  vexp, vmax, vrint)
 
 # %% ../nbs/23_ssm.ipynb #8c66e643
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def ssm_dt(tid, n, I, S):
             dt1 = softplus1(x[i+h] + bias[h]) if h < H else np.float32(0.)
             y[o+h], y[o+half+h] = dt1, lane(vexp(f32v(dt1*a[h])), 0) if h < H else np.float32(0.)
 
-# %% ../nbs/23_ssm.ipynb #aeddd7f0
+# %% ../nbs/23_ssm.ipynb #e7bc9013
 @jit
 def mamba2_tile(y, yo, x, xo, bo, co, h, ho, N, dt, decay, d):
     "One token of a whole tile: h = decay*h + (dt*x) B, y = C.h + d*x"
@@ -259,11 +260,14 @@ def mamba2_lanes(y, yo, x, xo, bo, co, h, ho, N, dt, decay, d, lanes):
             s += h[k]*x[co+n]
         y[yo+l] = s
 
+_BLOCK = 32      # tokens that pass over a tile before the next tile's turn
+
 @jit
 def clear_tile(h, ho, N):
+    "h = 0"
     for n in range(N): store(h, ho + n*16, f32v(0.))
 
-# %% ../nbs/23_ssm.ipynb #5bfbd248
+# %% ../nbs/23_ssm.ipynb #b1b33038
 @cpu_op
 def mamba2_scan(tid, n, I, S):
     "words: y, xbc, dt (from ssm_dt), d, state, state_slots, query_start_loc, positions, inner_size, n_head, group_count, state_size"
@@ -272,26 +276,41 @@ def mamba2_scan(tid, n, I, S):
     inner, H, G, N = I[12], I[13], I[14], I[15]
     P, ld, ldx, half = inner//H, (inner + 15)//16*16, (inner + 2*G*N + 15)//16*16, (H + 15)//16*16
     per = (P + 15)//16; tiles = H*per
-    for tile in range(tiles*tid//n, tiles*(tid+1)//n):
-        head, p = tile//per, tile % per*16
-        o, b, lanes = head*P + p, inner + head*G//H*N, min(16, P - p)
-        for s in range(S[3]):
-            ho = (slots[s]*tiles + tile)*N*16
-            if q[s] < q[s+1] and pos[q[s]] == 0: clear_tile(h, ho, N)
-            for t in range(q[s], q[s+1]):
-                xr, dr = (t+sx)*ldx, (t+sd)*2*half + head
-                if lanes == 16: mamba2_tile(y, t*ld + o, x, xr + o, xr + b, xr + b + G*N, h, ho, N, dt[dr], dt[dr+half], d[head])
-                else: mamba2_lanes(y, t*ld + o, x, xr + o, xr + b, xr + b + G*N, h, ho, N, dt[dr], dt[dr+half], d[head], lanes)
-                if tile == tiles-1:
-                    for i in range(inner, ld): y[t*ld + i] = np.float32(0.)
+    for s in range(S[3]):
+        for t0 in range(q[s], q[s+1], _BLOCK):
+            for tile in range(tiles*tid//n, tiles*(tid+1)//n):
+                ho, head, p = (slots[s]*tiles + tile)*N*16, tile//per, tile % per*16
+                o, b, lanes = head*P + p, inner + head*G//H*N, min(16, P - p)
+                if t0 == q[s] and pos[t0] == 0: clear_tile(h, ho, N)
+                for t in range(t0, min(t0 + _BLOCK, q[s+1])):
+                    xr, dr = (t+sx)*ldx, (t+sd)*2*half + head
+                    if lanes == 16: mamba2_tile(y, t*ld + o, x, xr + o, xr + b, xr + b + G*N, h, ho, N, dt[dr], dt[dr+half], d[head])
+                    else: mamba2_lanes(y, t*ld + o, x, xr + o, xr + b, xr + b + G*N, h, ho, N, dt[dr], dt[dr+half], d[head], lanes)
+        for t in range(q[s], q[s+1] if tid == n-1 else q[s]):
+            for i in range(inner, ld): y[t*ld + i] = np.float32(0.)
 
-# %% ../nbs/23_ssm.ipynb #61b56f79
+# %% ../nbs/23_ssm.ipynb #48cb32e4
+@jit
+def decayed(h, z):
+    "h * 2**z of 16 lanes, for z <= 0 (below -126: as -126)"
+    z = vmax(z, f32v(-126.)); n = vrint(z); r = z - n
+    p = fma(fma(f32v(1.535336188e-4), r, f32v(1.339887440e-3)), r, f32v(9.618437357e-3))
+    p = fma(fma(p, r, f32v(5.550332471e-2)), r, f32v(2.402264791e-1))
+    return fma(fma(p, r, f32v(6.931472029e-1)), r, f32v(1.))*(h*pow2i(n))
+
+@cpu_op
+def try_decayed(tid, n, I, S):
+    "words: y, h, z, n: one vector op as an op, for its test"
+    y, h, z = f32_at(I[4]), f32_at(I[5]), f32_at(I[6])
+    for i in range(0, I[7], 16): store(y, i, decayed(load_f32x16(h, i), load_f32x16(z, i)))
+
+# %% ../nbs/23_ssm.ipynb #138e7073
 @jit
 def mamba1_tile(y, yo, v, dt, a, ao, b, bo, c, co, h, ho, N, d):
     "One token of a tile: h = exp(dt*a)*h + (dt*x) B, y = C.h + d*x"
-    u, s = dt*v, v*d
+    u, z, s = dt*v, dt*f32v(1.44269504), v*d
     for n in range(N):
-        g = fma(u, f32v(b[bo+n]), vexp(dt*load_f32x16(a, ao + n*16))*load_f32x16(h, ho + n*16))
+        g = fma(u, f32v(b[bo+n]), decayed(load_f32x16(h, ho + n*16), z*load_f32x16(a, ao + n*16)))
         store(h, ho + n*16, g); s = fma(g, f32v(c[co+n]), s)
     store(y, yo, s)
 
@@ -303,14 +322,14 @@ def mamba1_scan(tid, n, I, S):
     h, slots, q, pos = f32_at(I[16]), i64_at(I[17]), i64_at(I[18]), i64_at(I[19])
     ldb, b1, ldc, c1, inner, N = (I[11] + 15)//16*16, I[12], (I[14] + 15)//16*16, I[15], I[20], I[21]
     tiles = (inner + 15)//16; ld = tiles*16
-    for tile in range(tiles*tid//n, tiles*(tid+1)//n):
-        o, ao = tile*16, tile*N*16
-        for s in range(S[3]):
-            ho = (slots[s]*tiles + tile)*N*16
-            if q[s] < q[s+1] and pos[q[s]] == 0: clear_tile(h, ho, N)
-            for t in range(q[s], q[s+1]):
-                step = softplus16(load_f32x16(dt, (t+sd)*ld + o) + load_f32x16(bias, o))
-                mamba1_tile(y, t*ld + o, load_f32x16(x, (t+sx)*ld + o), step, a, ao, b, (t+sb)*ldb + b1, c, (t+sc)*ldc + c1, h, ho, N, load_f32x16(d, o))
+    for s in range(S[3]):
+        for t0 in range(q[s], q[s+1], _BLOCK):
+            for tile in range(tiles*tid//n, tiles*(tid+1)//n):
+                o, ao, ho = tile*16, tile*N*16, (slots[s]*tiles + tile)*N*16
+                if t0 == q[s] and pos[t0] == 0: clear_tile(h, ho, N)
+                for t in range(t0, min(t0 + _BLOCK, q[s+1])):
+                    step = softplus16(load_f32x16(dt, (t+sd)*ld + o) + load_f32x16(bias, o))
+                    mamba1_tile(y, t*ld + o, load_f32x16(x, (t+sx)*ld + o), step, a, ao, b, (t+sb)*ldb + b1, c, (t+sc)*ldc + c1, h, ho, N, load_f32x16(d, o))
 
 # %% ../nbs/23_ssm.ipynb #4a0e3b61
 @jit
