@@ -152,7 +152,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #4a7bf406
+# %% ../nbs/60_bench.ipynb #3a60db36
 def run_bench(
     what: str,  # "decode" | "prefill" | "load"
     model: str = "smollm2",  # what find_model takes
@@ -178,9 +178,9 @@ def run_bench(
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None         # what else the machine was doing
     for t in threads:
         for b in (batch if what == "decode" else (1,)):
-            bandwidth = [peak_bandwidth(threads=t)] if what == "decode" and device == "cpu" and b == 1 else []
+            bandwidth = [peak_bandwidth(threads=t, runs=20)] if what == "decode" and device == "cpu" and b == 1 else []
             rounds = _one_setting(what, path, device, t, b, n_prompt, n_gen, runs, kinds, n_vocab)
-            if bandwidth: bandwidth.append(peak_bandwidth(threads=t))                 # before and after: the better one is the ceiling
+            if bandwidth: bandwidth.append(peak_bandwidth(threads=t, runs=20))               # before and after: the better one is the ceiling
             ours, theirs = (None if only_peer else rounds[0]), (rounds[-1] if peer else None)
             ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if bandwidth else None
             rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['BLOCK_SIZE', 'KV_TYPES', 'blocks_needed', 'BlockPool', 'kv_bytes_per_block', 'num_blocks_for', 'KVCache', 'Batch']
 
-# %% ../nbs/20_kvcache.ipynb #b0f7f623
+# %% ../nbs/20_kvcache.ipynb #c3bc5b28
+import mmap
 from collections import deque
 
 import numpy as np
@@ -62,15 +63,14 @@ class BlockPool:
         assert all(r >= 0 for r in self.refs), "a block has a negative number of owners"
         assert sorted(free) == [i for i in range(1, self.num_blocks) if self.refs[i] == 0], "a block is neither free nor owned"
 
-# %% ../nbs/20_kvcache.ipynb #e4cdc86e
+# %% ../nbs/20_kvcache.ipynb #4f63bfc1
 KV_TYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 
 def _zeros(shape, dtype):
-    "A zeroed array that starts on a cache line, with a cache line after its end."
-    n = int(np.prod(shape))*dtype.itemsize
-    raw = np.zeros(n + 128, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start:start + n].view(dtype).reshape(shape)
+    "A zeroed array on pages of its own, which the system provides one by one as they are first written."
+    n = int(np.prod(shape))
+    pages = mmap.mmap(-1, n*dtype.itemsize + 64)              # not np.zeros: it asks for huge pages, and a short text in a long cache would touch many of them
+    return np.frombuffer(pages, dtype, n).reshape(shape)
 
 def kv_bytes_per_block(
     layer_specs,  # layers: each has n_head_kv, head_dim_k, head_dim_v

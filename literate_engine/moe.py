@@ -5,21 +5,21 @@
 # %% auto #0
 __all__ = ['GATINGS', 'ROUTERS', 'GATING_IDS', 'EXPERT_ACTS', 'LIMIT', 'ALPHA', 'READ', 'CHUNK', 'RouterSpec', 'softmax',
            'best_first', 'route_ref', 'kept_groups', 'router_spec', 'expert_act_ref', 'Experts', 'experts_ref',
-           'choice_width', 'choices_of', 'choice_rows', 'softmax_row', 'gate_row', 'best_open', 'keep_groups',
-           'route_scratch_bytes', 'route_row', 'route', 'step_op', 'route_operands', 'route_cpu', 'ExpertMatrix',
-           'pack_experts', 'bucket', 'experts_scratch_bytes', 'cut', 'copy_row', 'add_bias', 'experts_op',
-           'expert_act16', 'expert_act', 'combine_experts', 'quantize_experts_Q8_1', 'quantize_experts_Q8_K',
-           'gate_rows', 'experts_linear', 'moe_cpu', 'RoutingTrace', 'expert_usage', 'active_experts']
+           'choice_width', 'choices_of', 'choice_rows', 'gate_row', 'copy_row', 'best_open', 'keep_groups',
+           'route_scratch_bytes', 'route', 'step_op', 'route_operands', 'route_cpu', 'ExpertMatrix', 'pack_experts',
+           'bucket', 'experts_scratch_bytes', 'cut', 'stretch', 'add_bias', 'experts_op', 'expert_act16', 'expert_act',
+           'combine_experts', 'quantize_experts_Q8_1', 'quantize_experts_Q8_K', 'gate_rows', 'experts_linear',
+           'moe_cpu', 'RoutingTrace', 'expert_usage', 'active_experts']
 
-# %% ../nbs/24_moe.ipynb #0a347cfa
+# %% ../nbs/24_moe.ipynb #bd2d7a72
 from collections.abc import Mapping
 from dataclasses import dataclass
 import numpy as np
-from .linear_cpu import (ACT_OF, LAYOUTS, LINEAR_FORMATS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact, group_bytes, q8_1_bytes,
-    q8_1_row, q8_k_bytes, q8_k_row, quantize_q8_1, quantize_q8_k)
-from .ops import act16, gated_ref, operand_word, pad16, padded_rows
-from .simd import (WORDS, as_f64, call_share, columns, cpu_op, f32_at, f32v, fma, hsum, i32_at, jit, load_f32x16, named, op_address, op_rows, own_row, store,
-    u8_at, vdiv, vexp, vmax, vmin)
+from .linear_cpu import (ACT_OF, LAYOUTS, LINEAR_FORMATS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact, group_bytes, pad16,
+    q8_1_bytes, q8_1_row, q8_k_bytes, q8_k_row, quantize_q8_1, quantize_q8_k)
+from .ops import act16, gated_ref, padded_rows
+from .simd import (WORDS, as_f64, call_share, columns, cpu_op, f32_at, f32v, fma, hsum, i32_at, jit, load_f32x16, named, op_address, op_rows, operand_word,
+    own_row, store, u8_at, vdiv, vexp, vmax, vmin)
 
 # %% ../nbs/24_moe.ipynb #77eecb91
 @dataclass(frozen=True)
@@ -171,28 +171,28 @@ def choice_rows(experts: np.ndarray, weights: np.ndarray) -> np.ndarray: # [n, n
     rows.view(np.int32)[:, :k], rows[:, pad16(k):pad16(k)+k] = experts, weights
     return rows
 
-# %% ../nbs/24_moe.ipynb #597bc3ff
-@jit
-def softmax_row(x, o, n, y, p):
-    "y[p:p+n] = softmax of x[o:o+n], padding zero. Both rows are padded to 16; they may be the same"
-    top = x[o]
-    for i in range(n): top = max(top, x[o+i])
-    total = f32v(0.)
-    for i in range(0, n, 16):
-        store(y, p+i, vexp(load_f32x16(x, o+i) - f32v(top)))
-        for j in range(max(i, n), i+16): y[p+j] = np.float32(0.)
-        total = total + load_f32x16(y, p+i)
-    t = f32v(hsum(total))
-    for i in range(0, n, 16): store(y, p+i, vdiv(load_f32x16(y, p+i), t))
-
+# %% ../nbs/24_moe.ipynb #acdcd3ee
 @jit
 def gate_row(x, o, n, gating, p):
-    "p[:n] = scores of the logits x[o:o+n]"
-    if gating == 0: softmax_row(x, o, n, p, 0)
-    else:
-        for i in range(0, n, 16):
-            v = load_f32x16(x, o+i)
-            store(p, i, vdiv(f32v(1.), f32v(1.) + vexp(v*f32v(-1.))) if gating == 1 else v)
+    "p[:n] = scores of the logits x[o:o+n]; rows are padded to 16, and p's padding becomes zero"
+    top, total = x[o], f32v(0.)
+    for i in range(n): top = max(top, x[o+i])
+    if gating: top = np.float32(0.)
+    for i in range(0, n, 16):
+        v = load_f32x16(x, o+i)
+        if gating < 2: e = vexp(v - f32v(top)); v = e if gating == 0 else vdiv(e, f32v(1.) + e)
+        store(p, i, v)
+        for j in range(max(i, n), i+16): p[j] = np.float32(0.)
+        total = total + load_f32x16(p, i)
+    if gating == 0:
+        t = f32v(hsum(total))
+        for i in range(0, n, 16): store(p, i, vdiv(load_f32x16(p, i), t))
+
+@jit
+def copy_row(src, dst, nbytes):
+    "Copy a row (a multiple of 64 bytes) from one address to another"
+    a, b = f32_at(src), f32_at(dst)
+    for i in range(0, nbytes//4, 16): store(b, i, load_f32x16(a, i))
 
 @jit
 def best_open(score, open, a, b):
@@ -221,38 +221,30 @@ def route_scratch_bytes(n_expert: int) -> int:
     "Scratch of one thread of the op `route`"
     return 5*4*pad16(n_expert)
 
-# %% ../nbs/24_moe.ipynb #f3525c55
-@jit
-def route_row(x, o, I, s, ids, w, c):
-    "Choices of the logits x[o:...] to ids[c:...] and w[c+pad:...]; s: address of scratch"
-    E, K, gating = I[6], I[7], I[8]; P, L = _pad16(K), _pad16(E)*4
-    p, score, open = f32_at(s), f32_at(s + L), i32_at(s + 2*L)
-    gate_row(x, o, E, gating, p)
-    for e in range(E):
-        score[e] = p[e] + f32_at(I[14])[e] if I[14] else p[e]; open[e] = 1
-        if score[e] != score[e]: score[e] = np.float32(-np.inf)          # not a number: last
-    if I[9] > 1: keep_groups(score, open, E, I[9], I[10], I[11], f32_at(s + 3*L), i32_at(s + 4*L))
-    for j in range(K, P): ids[c+j] = 0; w[c+P+j] = np.float32(0.)
-    for j in range(K):
-        e = best_open(score, open, 0, E); open[e] = 0
-        ids[c+j] = e; w[c+P+j] = p[e]
-    if gating == 2: softmax_row(w, c+P, K, w, c+P)
-    total = np.float32(0.)
-    for j in range(K): total += w[c+P+j]
-    r = np.float32(as_f64(I[13]))
-    if I[12]: r /= total + np.float32(1e-20)
-    for j in range(K): w[c+P+j] *= r*f32_at(I[15])[ids[c+j]] if I[15] else r
-
+# %% ../nbs/24_moe.ipynb #8523d1b4
 @cpu_op
 def route(tid, n, I, S):
     """words: y (choices), logits, n_expert, n_expert_used, gating (GATINGS), n_group, n_group_used, n_group_best, renormalise, scale (f64 bits), exp_probs_b or 0, expert_scale or 0,
     trace rows or 0, scratch, scratch bytes of a thread"""
-    M = S[I[2]]; t0, t1, shift = op_rows(tid, n, M); sx = own_row(tid, M, I, 1); x, L, C = f32_at(I[5]), _pad16(I[6]), 2*_pad16(I[7])
-    ids, w, trace = i32_at(I[4]), f32_at(I[4]), i32_at(I[16])
+    M, E, K, gating = S[I[2]], I[6], I[7], I[8]; t0, t1, shift = op_rows(tid, n, M); sx = own_row(tid, M, I, 1); P, L, s = _pad16(K), _pad16(E), I[17] + tid*I[18]
+    x, ids, w, bias, scales, trace = f32_at(I[5]), i32_at(I[4]), f32_at(I[4]), f32_at(I[14]), f32_at(I[15]), i32_at(I[16])
+    p, score, open, group, group_open = f32_at(s), f32_at(s + 4*L), i32_at(s + 8*L), f32_at(s + 12*L), i32_at(s + 16*L)
     for t in range(t0, t1):
-        route_row(x, (t+sx)*L, I, I[17] + tid*I[18], ids, w, (t+shift)*C)
+        c, total, r = (t+shift)*2*P, np.float32(0.), np.float32(as_f64(I[13]))
+        gate_row(x, (t+sx)*L, E, gating, p)
+        for e in range(E):
+            score[e] = p[e] + bias[e] if I[14] else p[e]; open[e] = 1
+            if score[e] != score[e]: score[e] = np.float32(-np.inf)                       # not a number: last
+        if I[9] > 1: keep_groups(score, open, E, I[9], I[10], I[11], group, group_open)
+        for j in range(P): ids[c+j] = 0; w[c+P+j] = np.float32(0.)
+        for j in range(K):
+            e = best_open(score, open, 0, E); open[e] = 0; ids[c+j] = e; w[c+P+j] = p[e]
+        if gating == 2: gate_row(w, c+P, K, 0, p); copy_row(s, I[4] + 4*(c+P), 4*P)
+        for j in range(K): total += w[c+P+j]
+        if I[12]: r /= total + np.float32(1e-20)
+        for j in range(K): w[c+P+j] *= r*scales[ids[c+j]] if I[15] else r
         if I[16] and shift == 0:
-            for i in range(C): trace[t*C + i] = ids[(t+shift)*C + i]
+            for i in range(2*P): trace[t*2*P + i] = ids[c+i]
 
 # %% ../nbs/24_moe.ipynb #6d2889d1
 def step_op(
@@ -316,7 +308,7 @@ def bucket(choices, c, num_tokens, n_used, n_expert, start, pairs):
             e = n_expert + 1 + choices[c + t*ld + j]
             pairs[start[e]] = t*n_used + j; start[e] += 1
 
-# %% ../nbs/24_moe.ipynb #14fc91e8
+# %% ../nbs/24_moe.ipynb #1cb7eb51
 READ = 2                           # reading a group's bytes costs as much as multiplying so many tokens with it
 CHUNK = 131072                     # bytes of copied activations: they should stay in the L2 cache
 
@@ -335,54 +327,46 @@ def cut(u, at, cost, G):
     return min(G, max(0, (u - at + cost - 1)//cost))
 
 @jit
-def copy_row(src, dst, nbytes):
-    "A row of activations (a multiple of 64 bytes) from one address to another"
-    a, b = f32_at(src), f32_at(dst)
-    for i in range(0, nbytes//4, 16): store(b, i, load_f32x16(a, i))
+def stretch(start, E, G, tid, n):
+    "This thread's stretch of the line of all experts' groups"
+    total = 0
+    for e in range(E):
+        if start[e] < start[e+1]: total += G*(start[e+1] - start[e] + READ)
+    return total*tid//n, total*(tid+1)//n
 
 @jit
 def add_bias(y, o, bias, p):
     store(y, o, load_f32x16(y, o) + load_f32x16(bias, p))
 
-# %% ../nbs/24_moe.ipynb #c454da95
+# %% ../nbs/24_moe.ipynb #eb3defcd
 def experts_op(fmt: str, act: str, make):
     "The op y[pair] = W[expert of the pair] x (+ bias), with the kernels `make` of the linear chapter."
     f = LAYOUTS.get(fmt); one, many, T, size = make(f, 1), make(f, TILE), TILE, group_bytes(fmt)
     rows, stride, nbytes = _rows_of(act)
-
-    @jit
-    def expert(I, x, w, e, pairs, a, b, g0, g1, tmp, xs, room):        # groups g0..g1-1 of expert e for its pairs a..b-1; w, xs: addresses
-        y, W, K, N, used, bias = f32_at(I[4]), u8_at(w), I[7], I[8], I[11], f32_at(I[13])
-        ld, R, G, nb, by = _pad16(N), stride(K), size(K), nbytes(K), 1 if I[12] else used       # pair // by: its row of x
-        row, copied, tile = rows(x, K), rows(xs, K), f32_at(tmp)
-        for c in range(a, b, room):
-            end = min(b, c + room); whole = c + (end - c)//T*T
-            for i in range(c, whole): copy_row(x + pairs[i]//by*nb, xs + (i - c)*nb, nb)
-            for g in range(g0, g1):
-                for t in range(c, whole, T):
-                    many(W, g*G, K, copied, R, t - c, tile, 0, 16)
-                    for i in range(T): store(y, pairs[t+i]*ld + g*16, load_f32x16(tile, i*16))
-                for i in range(whole, end): one(W, g*G, K, row, R, pairs[i]//by, y, pairs[i]*ld + g*16, ld)
-                if I[13]:
-                    for i in range(c, end): add_bias(y, pairs[i]*ld + g*16, bias, e*ld + g*16)
-
     @jit
     def experts(tid, n, I, S):         # y, x, W, K, N, choices, n_expert, n_used, per_pair, bias or 0 [n_expert, pad16(N)], scratch, scratch bytes of a thread
-        M, K, N, E, used = S[I[2]], I[7], I[8], I[10], I[11]
-        x = I[5] + own_row(tid, M, I, 1)*(used if I[12] else 1)*nbytes(K)
-        s = I[14] + tid*I[15]; at_pairs = s + 4*(2*E + 1); tmp = s + (4*(2*E + 1 + M*used) + 63)//64*64; xs = tmp + T*64
-        start, pairs, room = i32_at(s), i32_at(at_pairs), max(T, (I[15] - (xs - s))//nbytes(K)//T*T)
+        M, y, K, N, E, used, bias = S[I[2]], f32_at(I[4]), I[7], I[8], I[10], I[11], f32_at(I[13])
+        ld, G, R, nb, by = _pad16(N), size(K), stride(K), nbytes(K), 1 if I[12] else used          # pair // by: its row of x
+        x = I[5] + own_row(tid, M, I, 1)*(used//by)*nb; s = I[14] + tid*I[15]
+        start, pairs, tmp = i32_at(s), i32_at(s + 4*(2*E + 1)), s + (4*(2*E + 1 + M*used) + 63)//64*64
+        copies = tmp + T*64; room = max(T, (I[15] - (copies - s))//nb//T*T)                     # a tile's results, rows copied together, how many
+        row, copied, tile = rows(x, K), rows(copies, K), f32_at(tmp)
         bucket(i32_at(I[9]), own_row(tid, M, I, 5)*2*_pad16(used), M, used, E, start, pairs)
-        G, total, at = _pad16(N)//16, 0, 0
-        for e in range(E):
-            if start[e] < start[e+1]: total += G*(start[e+1] - start[e] + READ)
-        u0, u1 = total*tid//n, total*(tid+1)//n
+        u0, u1 = stretch(start, E, ld//16, tid, n); at = 0
         for e in range(E):
             if start[e] == start[e+1]: continue
-            cost = start[e+1] - start[e] + READ
-            g0, g1 = cut(u0, at, cost, G), cut(u1, at, cost, G)
-            if g0 < g1: expert(I, x, I[6] + e*G*size(K), e, pairs, start[e], start[e+1], g0, g1, tmp, xs, room)
-            at += G*cost
+            cost = start[e+1] - start[e] + READ; W = u8_at(I[6] + e*(ld//16)*G)
+            g0, g1 = cut(u0, at, cost, ld//16), cut(u1, at, cost, ld//16); at += ld//16*cost
+            for c in range(start[e], start[e+1] if g0 < g1 else 0, room):
+                end = min(start[e+1], c + room); whole = c + (end - c)//T*T
+                for i in range(c, whole): copy_row(x + pairs[i]//by*nb, copies + (i - c)*nb, nb)
+                for g in range(g0, g1):
+                    for t in range(c, whole, T):
+                        many(W, g*G, K, copied, R, t - c, tile, 0, 16)
+                        for i in range(T): store(y, pairs[t+i]*ld + g*16, load_f32x16(tile, i*16))
+                    for i in range(whole, end): one(W, g*G, K, row, R, pairs[i]//by, y, pairs[i]*ld + g*16, ld)
+                    if I[13]:
+                        for i in range(c, end): add_bias(y, pairs[i]*ld + g*16, bias, e*ld + g*16)
     return experts
 
 for _f in LINEAR_FORMATS:
@@ -444,7 +428,7 @@ def gate_rows(tid, n, I, S):
         k = f32v(1.); k = vdiv(k, k + vexp(f32v(-g[(t+sg)*16])))
         for i in range(i0, i1, 16): store(y, t*ld + i, load_f32x16(x, (t+sx)*ld + i)*k)
 
-# %% ../nbs/24_moe.ipynb #bfd94475
+# %% ../nbs/24_moe.ipynb #29bc4627
 def experts_linear(x, m: ExpertMatrix, choices, per_pair, bias, exact, threads, n_used, private=False) -> np.ndarray: # float32 rows -> [n * n_used, pad16(m.n)] float32
     "One grouped product: quantise the rows if the format wants it, then visit the experts. `private`: choices are each thread's own"
     count, act = len(x)//n_used if per_pair else len(x), "F32" if exact else m.format.act
@@ -456,7 +440,7 @@ def experts_linear(x, m: ExpertMatrix, choices, per_pair, bias, exact, threads, 
     y = np.full((count*n_used, pad16(m.n)), np.nan, np.float32)
     scratch = experts_scratch_bytes(count, m.n_expert, n_used, nbytes)
     b = None if bias is None else padded_rows(bias)
-    step_op(f"experts_{m.format.name}" + "_f32"*exact, y, x, m.data, m.k, m.n, choices, m.n_expert, n_used, int(per_pair), b, aligned_zeros(threads*scratch), scratch,
+    step_op(f"experts_{m.format.name}" + "_f32"*(exact and m.format.name not in PLAIN), y, x, m.data, m.k, m.n, choices, m.n_expert, n_used, int(per_pair), b, aligned_zeros(threads*scratch), scratch,
             rows=count, threads=threads, private=lone)
     return y
 

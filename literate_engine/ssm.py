@@ -6,19 +6,20 @@
 __all__ = ['SSMSpec', 'softplus_ref', 'mamba1_ref', 'mamba2_ref', 'segment_sums', 'mamba2_chunked', 'ssm_gate_ref',
            'ssm_norm_gate_ref', 'to_tiles', 'from_tiles', 'sequences', 'ssm_dt_ref', 'mamba2_scan_ref',
            'mamba1_scan_ref', 'softplus16', 'softplus1', 'ssm_dt', 'mamba2_tile', 'mamba2_lanes', 'clear_tile',
-           'mamba2_scan', 'decayed', 'try_decayed', 'mamba1_tile', 'mamba1_scan', 'gate_columns', 'ssm_gate',
-           'ssm_norm_gate', 'take_columns', 'take_columns_ref', 'mamba2_block', 'mamba1_block']
+           'mamba2_scan', 'decayed', 'mamba1_tile', 'mamba1_scan', 'gate_columns', 'ssm_gate', 'ssm_norm_gate',
+           'take_columns', 'take_columns_ref', 'mamba2_block', 'mamba1_block']
 
-# %% ../nbs/23_ssm.ipynb #01286f92
+# %% ../nbs/23_ssm.ipynb #b8c2f3b0
 from dataclasses import dataclass
 
 import numpy as np
 
-from .ops import act16, norm_group, pad16, rms_norm_ref
-from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, pow2i, store, vabs, vdiv,
+from .linear_cpu import pad16
+from .ops import act16, norm_group, rms_norm_ref
+from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, pow2i, prefetch, store, vabs, vdiv,
                                   vexp, vmax, vrint)
 
-# %% ../nbs/23_ssm.ipynb #8c66e643
+# %% ../nbs/23_ssm.ipynb #e51057ec
 @dataclass(frozen=True)
 class SSMSpec:
     "The sizes of a state-space layer; ValueError if they do not divide."
@@ -39,7 +40,9 @@ class SSMSpec:
     @property
     def head_dim(self) -> int: return self.inner_size//self.n_head
     @property
-    def conv_width(self) -> int: return self.inner_size + 2*self.group_count*self.state_size      # channels that are convolved
+    def n_channels(self) -> int: return self.inner_size + 2*self.group_count*self.state_size       # that are convolved
+    @property
+    def conv_shape(self) -> tuple: return self.conv_kernel - 1, pad16(self.n_channels)
     @property
     def state_shape(self) -> tuple: return self.n_head*(pad16(self.head_dim)//16), self.state_size, 16     # of a slot, explained below
 
@@ -167,8 +170,8 @@ def ssm_dt_ref(x: np.ndarray,    # [T, >= first + n_head] float32: rows that hol
     y[:, half:half + n_head] = np.exp(y[:, :n_head]*a[:n_head])
     return y
 
-# %% ../nbs/23_ssm.ipynb #876109dd
-def mamba2_scan_ref(xbc: np.ndarray,   # [T, conv_width]: x | B | C
+# %% ../nbs/23_ssm.ipynb #29572907
+def mamba2_scan_ref(xbc: np.ndarray,   # [T, n_channels]: x | B | C
                     dt: np.ndarray,    # [T, 2*pad16(n_head)] from ssm_dt
                     d: np.ndarray,     # [>= n_head]: ssm_d
                     state: np.ndarray, # [slots, *spec.state_shape] float32, changed
@@ -177,7 +180,7 @@ def mamba2_scan_ref(xbc: np.ndarray,   # [T, conv_width]: x | B | C
     "The Mamba-2 scan of a step."
     y, H, half = np.zeros((len(xbc), spec.inner_size), np.float32), spec.n_head, pad16(spec.n_head)
     for rows, slot, h in sequences(batch, state, (H, spec.head_dim, spec.state_size)):
-        x, b, c = np.split(xbc[rows, :spec.conv_width], [spec.inner_size, spec.inner_size + spec.group_count*spec.state_size], 1)
+        x, b, c = np.split(xbc[rows, :spec.n_channels], [spec.inner_size, spec.inner_size + spec.group_count*spec.state_size], 1)
         b, c = (v.reshape(len(v), spec.group_count, -1) for v in (b, c))
         out, h = mamba2_ref(x.reshape(len(x), H, -1), dt[rows, :H], dt[rows, half:half + H], b, c, d[:H], h)
         y[rows], state[slot] = out.reshape(len(x), -1), to_tiles(h).reshape(spec.state_shape)
@@ -267,7 +270,7 @@ def clear_tile(h, ho, N):
     "h = 0"
     for n in range(N): store(h, ho + n*16, f32v(0.))
 
-# %% ../nbs/23_ssm.ipynb #b1b33038
+# %% ../nbs/23_ssm.ipynb #a5652946
 @cpu_op
 def mamba2_scan(tid, n, I, S):
     "words: y, xbc, dt (from ssm_dt), d, state, state_slots, query_start_loc, positions, inner_size, n_head, group_count, state_size"
@@ -284,12 +287,13 @@ def mamba2_scan(tid, n, I, S):
                 if t0 == q[s] and pos[t0] == 0: clear_tile(h, ho, N)
                 for t in range(t0, min(t0 + _BLOCK, q[s+1])):
                     xr, dr = (t+sx)*ldx, (t+sd)*2*half + head
+                    prefetch(x, xr + 2*ldx + o); prefetch(y, (t+2)*ld + o)
                     if lanes == 16: mamba2_tile(y, t*ld + o, x, xr + o, xr + b, xr + b + G*N, h, ho, N, dt[dr], dt[dr+half], d[head])
                     else: mamba2_lanes(y, t*ld + o, x, xr + o, xr + b, xr + b + G*N, h, ho, N, dt[dr], dt[dr+half], d[head], lanes)
         for t in range(q[s], q[s+1] if tid == n-1 else q[s]):
             for i in range(inner, ld): y[t*ld + i] = np.float32(0.)
 
-# %% ../nbs/23_ssm.ipynb #48cb32e4
+# %% ../nbs/23_ssm.ipynb #04bff32e
 @jit
 def decayed(h, z):
     "h * 2**z of 16 lanes, for z <= 0 (below -126: as -126)"
@@ -298,13 +302,7 @@ def decayed(h, z):
     p = fma(fma(p, r, f32v(5.550332471e-2)), r, f32v(2.402264791e-1))
     return fma(fma(p, r, f32v(6.931472029e-1)), r, f32v(1.))*(h*pow2i(n))
 
-@cpu_op
-def try_decayed(tid, n, I, S):
-    "words: y, h, z, n: one vector op as an op, for its test"
-    y, h, z = f32_at(I[4]), f32_at(I[5]), f32_at(I[6])
-    for i in range(0, I[7], 16): store(y, i, decayed(load_f32x16(h, i), load_f32x16(z, i)))
-
-# %% ../nbs/23_ssm.ipynb #138e7073
+# %% ../nbs/23_ssm.ipynb #10465ccc
 @jit
 def mamba1_tile(y, yo, v, dt, a, ao, b, bo, c, co, h, ho, N, d):
     "One token of a tile: h = exp(dt*a)*h + (dt*x) B, y = C.h + d*x"
@@ -328,6 +326,7 @@ def mamba1_scan(tid, n, I, S):
                 o, ao, ho = tile*16, tile*N*16, (slots[s]*tiles + tile)*N*16
                 if t0 == q[s] and pos[t0] == 0: clear_tile(h, ho, N)
                 for t in range(t0, min(t0 + _BLOCK, q[s+1])):
+                    prefetch(x, (t+sx+2)*ld + o); prefetch(dt, (t+sd+2)*ld + o); prefetch(y, (t+2)*ld + o)
                     step = softplus16(load_f32x16(dt, (t+sd)*ld + o) + load_f32x16(bias, o))
                     mamba1_tile(y, t*ld + o, load_f32x16(x, (t+sx)*ld + o), step, a, ao, b, (t+sb)*ldb + b1, c, (t+sc)*ldc + c1, h, ho, N, load_f32x16(d, o))
 
@@ -372,25 +371,25 @@ def take_columns_ref(x: np.ndarray, first: int, width: int) -> np.ndarray:
     "A slice of every row"
     return x[:, first:first + width]
 
-# %% ../nbs/23_ssm.ipynb #1887dd82
-def mamba2_block(ops, layer: SSMSpec, lw, h, batch, state, eps):
+# %% ../nbs/23_ssm.ipynb #2d33b139
+def mamba2_block(ops, spec: SSMSpec, lw, h, batch, state, eps):
     "Mamba-2: [tokens, n_embd] -> [tokens, n_embd]; rows of ssm_in are [z | x | B | C | dt]"
-    p, dt_first = ops.linear(h, lw.ssm_in), layer.inner_size + layer.conv_width
-    xbc = ops.causal_conv(p, layer.inner_size, layer.conv_width, lw.ssm_conv1d, lw.ssm_conv1d_bias, state.conv, batch)
-    dt = ops.ssm_dt(p, dt_first, lw.ssm_dt_bias, lw.ssm_a, layer.n_head)
-    y = ops.mamba2_scan(xbc, dt, lw.ssm_d, state.ssm, batch, layer)
+    p = ops.linear(h, lw.ssm_in)
+    xbc = ops.causal_conv(p, spec.inner_size, spec.n_channels, lw.ssm_conv1d, lw.ssm_conv1d_bias, state.conv, batch)
+    dt = ops.ssm_dt(p, spec.inner_size + spec.n_channels, lw.ssm_dt_bias, lw.ssm_a, spec.n_head)
+    y = ops.mamba2_scan(xbc, dt, lw.ssm_d, state.ssm, batch, spec)
     if getattr(lw, "ssm_norm", None) is None: y = ops.ssm_gate(y, p, 0)
     else: y = ops.ssm_norm_gate(y, p, 0, lw.ssm_norm, eps)
     return ops.linear(y, lw.ssm_out)
 
-def mamba1_block(ops, layer: SSMSpec, lw, h, batch, state, eps):
+def mamba1_block(ops, spec: SSMSpec, lw, h, batch, state, eps):
     "Mamba-1: [tokens, n_embd] -> [tokens, n_embd]; rows of ssm_in are [x | z], rows of ssm_x [dt | B | C]"
-    p, rank, n = ops.linear(h, lw.ssm_in), layer.time_step_rank, layer.state_size
-    x = ops.causal_conv(p, 0, layer.inner_size, lw.ssm_conv1d, lw.ssm_conv1d_bias, state.conv, batch)
+    p, rank, n = ops.linear(h, lw.ssm_in), spec.time_step_rank, spec.state_size
+    x = ops.causal_conv(p, 0, spec.n_channels, lw.ssm_conv1d, lw.ssm_conv1d_bias, state.conv, batch)
     dbc = ops.linear(x, lw.ssm_x)
     dt, b, c = ops.take_columns(dbc, 0, rank), (dbc, rank), (dbc, rank + n)
     if getattr(lw, "ssm_dt_norm", None) is not None:
         dt = ops.rms_norm(dt, lw.ssm_dt_norm, eps)
         b, c = ((ops.rms_norm(ops.take_columns(dbc, first, n), w, eps), 0) for first, w in ((rank, lw.ssm_b_norm), (rank + n, lw.ssm_c_norm)))
-    y = ops.mamba1_scan(x, ops.linear(dt, lw.ssm_dt), b, c, lw.ssm_dt_bias, lw.ssm_a, lw.ssm_d, state.ssm, batch, layer)
-    return ops.linear(ops.ssm_gate(y, p, layer.inner_size), lw.ssm_out)
+    y = ops.mamba1_scan(x, ops.linear(dt, lw.ssm_dt), b, c, lw.ssm_dt_bias, lw.ssm_a, lw.ssm_d, state.ssm, batch, spec)
+    return ops.linear(ops.ssm_gate(y, p, spec.inner_size), lw.ssm_out)
