@@ -28,11 +28,13 @@ def choose_isa(
 FEATURES = {k for k, v in llvm.get_host_cpu_features().items() if v}
 ISA = choose_isa(FEATURES, os.environ.get("LITERATE_ISA", ""))
 
-# %% ../nbs/09_native.ipynb #7cad0a7c
+# %% ../nbs/09_native.ipynb #cafb028c
 def _sources() -> list[Path]:
-    "The package's files that hold numba code (this one, the vocabulary, and those that import it)."
+    "The package's files that chapters with kernels import: this one, the vocabulary, and kernels that others build on."
     here = Path(__file__).parent if "__file__" in globals() else Path()
-    return [p for p in sorted(here.glob("*.py")) if b"simd" in p.read_bytes() or p.name == "native.py"]
+    text = {p: p.read_text("utf-8") for p in sorted(here.glob("*.py"))}
+    kernels = [t for t in text.values() if ".simd import" in t and ("@cpu_op" in t or "named(" in t) or ".native import" in t]
+    return [p for p in text if any(f".{p.stem} import" in t for t in kernels)]
 
 def cache_key() -> str:
     "A name that changes whenever compiled code may differ."

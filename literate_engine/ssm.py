@@ -9,15 +9,15 @@ __all__ = ['SSMSpec', 'softplus_ref', 'mamba1_ref', 'mamba2_ref', 'segment_sums'
            'mamba2_scan', 'decayed', 'mamba1_tile', 'mamba1_scan', 'gate_columns', 'ssm_gate', 'ssm_norm_gate',
            'take_columns', 'take_columns_ref', 'mamba2_block', 'mamba1_block']
 
-# %% ../nbs/23_ssm.ipynb #b8c2f3b0
+# %% ../nbs/23_ssm.ipynb #73b1e3b9
 from dataclasses import dataclass
 
 import numpy as np
 
 from .linear_cpu import pad16
 from .ops import act16, norm_group, rms_norm_ref
-from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, pow2i, prefetch, store, vabs, vdiv,
-                                  vexp, vmax, vrint)
+from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, pow2i, prefetch, store,
+                                  vabs, vdiv, vexp, vmax, vrint)
 
 # %% ../nbs/23_ssm.ipynb #e51057ec
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def decayed(h, z):
     p = fma(fma(p, r, f32v(5.550332471e-2)), r, f32v(2.402264791e-1))
     return fma(fma(p, r, f32v(6.931472029e-1)), r, f32v(1.))*(h*pow2i(n))
 
-# %% ../nbs/23_ssm.ipynb #10465ccc
+# %% ../nbs/23_ssm.ipynb #6bab0e7c
 @jit
 def mamba1_tile(y, yo, v, dt, a, ao, b, bo, c, co, h, ho, N, d):
     "One token of a tile: h = exp(dt*a)*h + (dt*x) B, y = C.h + d*x"
@@ -314,7 +314,8 @@ def mamba1_tile(y, yo, v, dt, a, ao, b, bo, c, co, h, ho, N, d):
 
 @cpu_op
 def mamba1_scan(tid, n, I, S):
-    "words: y, x, dt (raw), bias, a (tiles), d, B rows, their width, B's first column, C rows, width, first column, state, state_slots, query_start_loc, positions, inner_size, state_size"
+    """words: y, x, dt (raw), bias, a (tiles), d, rows that hold B, their width, B's first column, the same three for C, state, state_slots, query_start_loc,
+    positions, inner_size, state_size"""
     M = S[I[2]]; sx, sd, sb, sc = own_row(tid, M, I, 1), own_row(tid, M, I, 2), own_row(tid, M, I, 6), own_row(tid, M, I, 9)
     y, x, dt, bias, a, d, b, c = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), f32_at(I[7]), f32_at(I[8]), f32_at(I[9]), f32_at(I[10]), f32_at(I[13])
     h, slots, q, pos = f32_at(I[16]), i64_at(I[17]), i64_at(I[18]), i64_at(I[19])
