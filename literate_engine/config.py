@@ -32,7 +32,7 @@ class RopeSpec:
     beta_slow: float = 1.0            # yarn: pairs that turn less often than this are divided by factor
     freq_factors: str | None = None   # name of a tensor with one divisor per pair (Llama 3.1 and later), or None
 
-# %% ../nbs/05_config.ipynb #346fbb56
+# %% ../nbs/05_config.ipynb #e3865a69
 @dataclass(frozen=True)
 class LayerSpec:
     "Everything the forward pass must know about one layer, beyond its weights."
@@ -45,8 +45,12 @@ class LayerSpec:
     rope: RopeSpec | None             # None: no position encoding
     window: int = 0                   # query i sees keys j with i - window < j <= i; 0 = all j <= i
     attn_scale: float = 1.0           # q.k is multiplied by this
-    qk_norm: bool = False             # RMS norm over each head of q and k, before the rotation
+    attn_bias: bool = False           # q, k and v have biases
+    qk_norm: str | None = None        # RMS norm of q and k before the rotation: "head" = over each head, "row" = over all heads together
+    pre_norms: bool = True            # RMS norms before attention and before the feed-forward part
     post_norms: bool = False          # RMS norms also after attention and after the feed-forward part, before the residual sums
+    ffn_norm: str = "ffn_norm"        # name of the weight of the norm before the feed-forward part
+    residual_scale: float = 1.0       # what a block adds to the stream is multiplied by this
     act: str = "silu"                 # activation of the gate: "silu" | "gelu" (the tanh form)
     ffn: str = "dense"                # down(act(gate x) * up x)
 
@@ -56,7 +60,7 @@ class TensorNeed(NamedTuple):
     shape: tuple[int, ...]            # row-major: (n_out, n_in) for a matrix
     required: bool = True             # False: the model works without it
 
-# %% ../nbs/05_config.ipynb #2eb18aef
+# %% ../nbs/05_config.ipynb #343e135a
 @dataclass(frozen=True)
 class ModelConfig:
     "The frozen facts of one model file."
@@ -68,6 +72,7 @@ class ModelConfig:
     eps: float                        # of every RMS norm
     layers: tuple[LayerSpec, ...]     # one per layer, in order
     embed_scale: float = 1.0          # embeddings are multiplied by this
+    logit_scale: float = 1.0          # logits are multiplied by this
     logit_softcap: float = 0.0        # c > 0: logits become c * tanh(logits / c)
     tied: bool = False                # no output.weight in the file: token_embd serves for both
     notes: tuple[str, ...] = ()       # what was assumed because the file does not say, one line each
@@ -141,23 +146,35 @@ class Facts:
         if not all(_is_int(v) and low <= v < 2**31 for v in value): raise self.bad(name, value, f"integers of at least {low}")
         return tuple(int(v) for v in value)
 
-# %% ../nbs/05_config.ipynb #26ab9b64
+# %% ../nbs/05_config.ipynb #99413976
 @dataclass(frozen=True)
 class Architecture:
     "What an architecture's name implies and its files do not say."
     rope_layout: str                  # "adjacent" | "half"
     act: str = "silu"
-    qk_norm: bool = False
+    attn_bias: bool = False
+    qk_norm: str | None = None
+    pre_norms: bool = True
     post_norms: bool = False
+    ffn_norm: str = "ffn_norm"
+    rotate_all_but: int = 0           # n > 0: layers n-1, 2n-1, ... have no position encoding
+    logits_divided: bool = False      # the file's logit_scale is a divisor
     scaled_embd: bool = False         # embeddings are multiplied by sqrt(n_embd)
     global_every: int = 0             # n > 0: layers n-1, 2n-1, ... see everything, the others a window
     rope_base: float = 10000.0        # where the file has no rope.freq_base
     wide_scale: frozenset = frozenset()   # block_counts whose attention scale comes from n_embd / n_head in place of the key width
 
-# %% ../nbs/05_config.ipynb #27b11822
+# %% ../nbs/05_config.ipynb #481b0f26
 ARCHITECTURES = {
     "llama": Architecture(rope_layout="adjacent"),
-    "gemma3": Architecture(rope_layout="half", act="gelu", qk_norm=True, post_norms=True, scaled_embd=True, global_every=6,
+    "ernie4_5": Architecture(rope_layout="adjacent", rope_base=500000.0),
+    "granite": Architecture(rope_layout="adjacent", logits_divided=True),
+    "smollm3": Architecture(rope_layout="adjacent", rotate_all_but=4),
+    "qwen2": Architecture(rope_layout="half", attn_bias=True),
+    "qwen3": Architecture(rope_layout="half", qk_norm="head"),
+    "seed_oss": Architecture(rope_layout="half", attn_bias=True, ffn_norm="post_attention_norm"),
+    "olmo2": Architecture(rope_layout="half", qk_norm="row", pre_norms=False, post_norms=True),
+    "gemma3": Architecture(rope_layout="half", act="gelu", qk_norm="head", post_norms=True, scaled_embd=True, global_every=6,
                            rope_base=1000000.0, wide_scale=frozenset({62})),          # 62 layers: Gemma 3 27B
 }
 
@@ -252,7 +269,7 @@ def vocab_sizes(f: Facts) -> tuple[int, int]:
     if n_token == 0: raise GGUFError(f"{key} has 0 entries: expected at least 1")
     return rows, n_token
 
-# %% ../nbs/05_config.ipynb #59e6f8d2
+# %% ../nbs/05_config.ipynb #6503671c
 def read_layers(f: Facts, a: Architecture, n_embd: int, override: float | None) -> tuple[LayerSpec, ...]:
     "One LayerSpec for each layer of the file."
     n_layer = f.integer("block_count", high=4096)
@@ -265,12 +282,14 @@ def read_layers(f: Facts, a: Architecture, n_embd: int, override: float | None) 
     for i, window in enumerate(windows(f, a, n_layer)):
         check_heads(f, n_head[i], n_head_kv[i])
         scale_dim = n_embd / n_head[i] if n_layer in a.wide_scale else dim_k
+        rope = None if a.rotate_all_but and i % a.rotate_all_but == a.rotate_all_but - 1 else windowed if window else full
         layers.append(LayerSpec(mixer="sliding_attention" if window else "full_attention", n_head=n_head[i], n_head_kv=n_head_kv[i],
-                                head_dim_k=dim_k, head_dim_v=dim_v, n_ff=n_ff[i], window=window, rope=windowed if window else full,
-                                attn_scale=scale_dim ** -0.5, qk_norm=a.qk_norm, post_norms=a.post_norms, act=a.act))
+                                head_dim_k=dim_k, head_dim_v=dim_v, n_ff=n_ff[i], window=window, rope=rope,
+                                attn_scale=f.number("attention.scale", scale_dim ** -0.5), attn_bias=a.attn_bias, qk_norm=a.qk_norm, pre_norms=a.pre_norms,
+                                post_norms=a.post_norms, ffn_norm=a.ffn_norm, residual_scale=f.number("residual_scale", 1.0), act=a.act))
     return tuple(layers)
 
-# %% ../nbs/05_config.ipynb #53cfd07b
+# %% ../nbs/05_config.ipynb #2369879b
 def from_metadata(
     metadata: Mapping,                # key -> value
     shapes: Mapping,                  # tensor name -> row-major shape
@@ -284,19 +303,23 @@ def from_metadata(
     layers = read_layers(f, a, n_embd, rope_freq_base)
     n_vocab, n_token = vocab_sizes(f)
     return ModelConfig(arch=f.arch, n_embd=n_embd, n_vocab=n_vocab, n_token=n_token, n_ctx=f.integer("context_length"),
-                       eps=f.number("attention.layer_norm_rms_epsilon"), layers=layers, embed_scale=n_embd ** 0.5 if a.scaled_embd else 1.0,
+                       eps=f.number("attention.layer_norm_rms_epsilon"), layers=layers,
+                       embed_scale=f.number("embedding_scale", n_embd ** 0.5 if a.scaled_embd else 1.0),
+                       logit_scale=f.number("logit_scale", 1.0) ** (-1 if a.logits_divided else 1),
                        logit_softcap=f.number("final_logit_softcapping") if f.has("final_logit_softcapping") else 0.0,
                        tied="output.weight" not in shapes, notes=tuple(f.notes))
 
-# %% ../nbs/05_config.ipynb #37bedd42
+# %% ../nbs/05_config.ipynb #520fd1de
 def layer_tensors(s: LayerSpec, n_embd: int) -> dict[str, TensorNeed]:
     "Names (without `blk.<i>.`) and shapes of one layer's tensors."
     q, k, v = s.n_head * s.head_dim_k, s.n_head_kv * s.head_dim_k, s.n_head_kv * s.head_dim_v
-    t = {"attn_norm": (n_embd,), "attn_q": (q, n_embd), "attn_k": (k, n_embd), "attn_v": (v, n_embd), "attn_output": (n_embd, s.n_head * s.head_dim_v),
-         "ffn_norm": (n_embd,), "ffn_gate": (s.n_ff, n_embd), "ffn_up": (s.n_ff, n_embd), "ffn_down": (n_embd, s.n_ff)}
-    if s.qk_norm: t |= {"attn_q_norm": (s.head_dim_k,), "attn_k_norm": (s.head_dim_k,)}
+    t = {"attn_q": (q, n_embd), "attn_k": (k, n_embd), "attn_v": (v, n_embd), "attn_output": (n_embd, s.n_head * s.head_dim_v),
+         "ffn_gate": (s.n_ff, n_embd), "ffn_up": (s.n_ff, n_embd), "ffn_down": (n_embd, s.n_ff)}
+    if s.pre_norms: t |= {"attn_norm": (n_embd,), s.ffn_norm: (n_embd,)}
     if s.post_norms: t |= {"post_attention_norm": (n_embd,), "post_ffw_norm": (n_embd,)}
-    return {f"{name}.weight": TensorNeed(shape) for name, shape in t.items()}
+    if s.qk_norm: t |= {"attn_q_norm": (s.head_dim_k if s.qk_norm == "head" else q,), "attn_k_norm": (s.head_dim_k if s.qk_norm == "head" else k,)}
+    biases = {"attn_q": (q,), "attn_k": (k,), "attn_v": (v,)} if s.attn_bias else {}
+    return {f"{name}.weight": TensorNeed(shape) for name, shape in t.items()} | {f"{name}.bias": TensorNeed(shape) for name, shape in biases.items()}
 
 # %% ../nbs/05_config.ipynb #5818398c
 def inventory(config: ModelConfig) -> dict[str, TensorNeed]:

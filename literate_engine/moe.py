@@ -47,7 +47,7 @@ class RouterSpec:
 
 GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
 
-# %% ../nbs/24_moe.ipynb #a087f80d
+# %% ../nbs/24_moe.ipynb #82c93a2d
 def softmax(x: np.ndarray) -> np.ndarray: # [n, k] float32 -> the same, rows summing to 1
     "Softmax of each row"
     e = np.exp(x - x.max(1, keepdims=True))
@@ -65,7 +65,7 @@ def route_ref(
 ) -> tuple[np.ndarray, np.ndarray]:            # experts [n, n_expert_used] int32, best first; weights, the same shape, float32
     "Which experts each token visits, and how much each counts."
     x = np.asarray(logits, np.float32)
-    probs = {"softmax": softmax, "sigmoid": lambda x: 1/(1 + np.exp(-x)), "softmax_topk": lambda x: x}[spec.gating](x)
+    probs = softmax(x) if spec.gating == "softmax" else 1/(1 + np.exp(-np.maximum(x, -87))) if spec.gating == "sigmoid" else x
     scores = probs if exp_probs_b is None else probs + exp_probs_b
     if spec.n_group > 1: scores = kept_groups(scores, spec)
     experts = best_first(scores, spec.n_expert_used)

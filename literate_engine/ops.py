@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ACTS', 'padded_rows', 'rms_norm_ref', 'norm_group', 'rms_norm', 'adjacent_to_half', 'rope_table', 'yarn_frequencies',
-           'rope_ref', 'rope', 'gated_ref', 'act16', 'gated', 'softcap_ref', 'add', 'take_rows']
+           'rope_ref', 'rope', 'gated_ref', 'act16', 'gated', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows']
 
 # %% ../nbs/15_ops.ipynb #5b2948cb
 import numpy as np
@@ -107,7 +107,7 @@ def rope(tid, n, I, S):
             for i in range(dim, head_dim): y[o0+i] = x[i0+i]
         for i in range(width, ld): y[(t+shift)*ld + i] = np.float32(0.)
 
-# %% ../nbs/15_ops.ipynb #1e1f6d57
+# %% ../nbs/15_ops.ipynb #3aec4924
 def gated_ref(act: str,        # "silu" | "gelu"
               gate: np.ndarray, up: np.ndarray) -> np.ndarray: # [rows, n_ff] float32 both
     "act(gate) * up"
@@ -126,23 +126,43 @@ def act16(g, u, gelu):
 @cpu_op
 def gated(tid, n, I, S):
     "words: y, gate, up, width, act (index in ACTS)"
-    M = S[I[2]]; width, gelu = I[7], I[8]; y, g, u = f32_at(I[4]), f32_at(I[5]), f32_at(I[6])
+    M = S[I[2]]; sg, su = own_row(tid, M, I, 1), own_row(tid, M, I, 2); y, g, u, width, gelu = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), I[7], I[8]
     ld = (width + 15)//16*16; i0, i1 = columns(tid, n, ld)
     for t in range(M):
-        for i in range(t*ld + i0, t*ld + i1, 16): store(y, i, act16(load_f32x16(g, i), load_f32x16(u, i), gelu))
+        for i in range(i0, i1, 16): store(y, t*ld + i, act16(load_f32x16(g, (t+sg)*ld + i), load_f32x16(u, (t+su)*ld + i), gelu))
 
-# %% ../nbs/15_ops.ipynb #60af5eaf
-def softcap_ref(x: np.ndarray, cap: float) -> np.ndarray:
-    "cap * tanh(x / cap)"
-    return np.float32(cap)*np.tanh(x/np.float32(cap))
+# %% ../nbs/15_ops.ipynb #91931b93
+def softcap_ref(x: np.ndarray, cap: float, scale: float = 1.0) -> np.ndarray:
+    "cap * tanh(scale * x / cap); cap 0 only scales"
+    x = x*np.float32(scale)
+    return np.float32(cap)*np.tanh(x/np.float32(cap)) if cap else x
 
 @cpu_op
 def add(tid, n, I, S):
-    "words: y, x, h, width"
-    M = S[I[2]]; sx, sh = own_row(tid, M, I, 1), own_row(tid, M, I, 2); y, x, h = f32_at(I[4]), f32_at(I[5]), f32_at(I[6])
+    "words: y, x, h, width, scale of h"
+    M = S[I[2]]; sx, sh = own_row(tid, M, I, 1), own_row(tid, M, I, 2); y, x, h, scale = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), f32v(np.float32(as_f64(I[8])))
     ld = (I[7] + 15)//16*16; i0, i1 = columns(tid, n, ld)
     for t in range(M):
-        for i in range(i0, i1, 16): store(y, t*ld + i, load_f32x16(x, (t+sx)*ld + i) + load_f32x16(h, (t+sh)*ld + i))
+        for i in range(i0, i1, 16): store(y, t*ld + i, fma(load_f32x16(h, (t+sh)*ld + i), scale, load_f32x16(x, (t+sx)*ld + i)))
+
+@cpu_op
+def add_bias(tid, n, I, S):
+    "words: y, x, bias, width"
+    M = S[I[2]]; sx = own_row(tid, M, I, 1); y, x, bias = f32_at(I[4]), f32_at(I[5]), f32_at(I[6])
+    ld = (I[7] + 15)//16*16; i0, i1 = columns(tid, n, ld)
+    for t in range(M):
+        for i in range(i0, i1, 16): store(y, t*ld + i, load_f32x16(x, (t+sx)*ld + i) + load_f32x16(bias, i))
+
+@cpu_op
+def softcap(tid, n, I, S):
+    "words: y, x, width, cap, scale: cap*tanh(scale*x/cap), or scale*x if cap is 0"
+    M = S[I[2]]; sx = own_row(tid, M, I, 1); y, x, cap, scale = f32_at(I[4]), f32_at(I[5]), np.float32(as_f64(I[7])), np.float32(as_f64(I[8]))
+    ld = (I[6] + 15)//16*16; i0, i1 = columns(tid, n, ld)
+    for t in range(M):
+        for i in range(i0, i1, 16):
+            v = load_f32x16(x, (t+sx)*ld + i)*f32v(scale)
+            if cap != 0: v = f32v(cap)*(vdiv(f32v(2.), f32v(1.) + vexp(v*f32v(-2/cap))) - f32v(1.))
+            store(y, t*ld + i, v)
 
 @cpu_op
 def take_rows(tid, n, I, S):

@@ -21,7 +21,7 @@ from .ops import ACTS, gated_ref, rms_norm_ref, rope_ref, rope_table, softcap_re
 from .quants import QuantTensor
 from .simd import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #0c4cba12
+# %% ../nbs/30_program.ipynb #a5ee1919
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache"
@@ -54,10 +54,10 @@ class ReferenceOps:
     def vector(self, values): return np.asarray(values, np.float32)
     def embed(self, w, token_ids, scale): return w.values()[token_ids]*np.float32(scale)
     def rms_norm(self, x, w, eps): return rms_norm_ref(x, w, eps)
-    def linear(self, x, w): return x @ w.values().T
-    def add(self, x, y): return x + y
+    def linear(self, x, w, bias=None): return x @ w.values().T if bias is None else x @ w.values().T + bias
+    def add(self, x, y, scale=1.0): return x + y*np.float32(scale)
     def gated(self, act, gate, up): return gated_ref(act, gate, up)
-    def softcap(self, x, cap): return softcap_ref(x, cap)
+    def softcap(self, x, cap, scale=1.0): return softcap_ref(x, cap, scale)
     def take_rows(self, x, rows): return x[rows]
     def rope(self, x, positions, spec, head_dim, freq_factors=None):
         return rope_ref(x, positions, shared_table(self, spec, freq_factors), head_dim)
@@ -94,7 +94,7 @@ class Instruction:
 
     def reads(self): return [v for v, _, writes in self.access if not writes and isinstance(v, Value)]
 
-# %% ../nbs/30_program.ipynb #36671a3c
+# %% ../nbs/30_program.ipynb #be8f2e35
 @dataclass
 class CpuMatrix:
     "A weight [n, k] packed for the CPU kernels"
@@ -122,8 +122,10 @@ class Recorder:
         return self.emit(f"embed_{w.format.name}", Value(w.k, "tokens", "rows"), [token_ids, w.data, w.k, float(scale)], [])
     def rms_norm(self, x, w, eps):
         return self.emit("rms_norm", Value(x.width, x.rows, "rows"), [x, w, x.width, w.group, float(eps)], [(x, "rows", False)])
-    def add(self, x, y):
-        return self.emit("add", Value(x.width, x.rows, "columns"), [x, y, x.width], [(x, "columns", False), (y, "columns", False)])
+    def add(self, x, y, scale=1.0):
+        return self.emit("add", Value(x.width, x.rows, "columns"), [x, y, x.width, float(scale)], [(x, "columns", False), (y, "columns", False)])
+    def softcap(self, x, cap, scale=1.0):
+        return self.emit("softcap", Value(x.width, x.rows, "columns"), [x, x.width, float(cap), float(scale)], [(x, "columns", False)])
     def gated(self, act, gate, up):
         return self.emit("gated", Value(gate.width, gate.rows, "columns"), [gate, up, gate.width, ACTS[act]], [(gate, "columns", False), (up, "columns", False)])
     def take_rows(self, x, rows):
@@ -132,7 +134,7 @@ class Recorder:
         table = shared_table(self, spec, freq_factors)
         return self.emit("rope", Value(x.width, x.rows, "rows"), [x, positions, table, x.width, head_dim, spec.dim], [(x, "rows", False)])
 
-# %% ../nbs/30_program.ipynb #bfdd16ec
+# %% ../nbs/30_program.ipynb #fa6d9a1f
 def _quantized(self, x, act):
     "The quantised rows of `x`, made at their first use"
     if (x, act) not in self._quantized:
@@ -140,11 +142,12 @@ def _quantized(self, x, act):
         self._quantized[x, act] = self.emit(f"quantize_{act}", out, [x, x.width], [(x, "rows", False)], source=False)
     return self._quantized[x, act]
 
-def _linear(self, x, w):
+def _linear(self, x, w, bias=None):
     name, act = w.format.name, w.format.act
     if self.exact: name += "_f32"
     elif act != "F32": x = _quantized(self, x, act)
-    return self.emit(f"linear_{name}", Value(w.n, x.rows, "columns"), [x, w.data, w.k, w.n], [(x, "all", False)])
+    y = self.emit(f"linear_{name}", Value(w.n, x.rows, "columns"), [x, w.data, w.k, w.n], [(x, "all", False)], source=bias is None)
+    return y if bias is None else self.emit("add_bias", Value(w.n, x.rows, "columns"), [y, bias, w.n], [(y, "columns", False)])
 
 def _kv_store(self, kv, k, v, batch):
     operands = [kv.k, kv.v, k, v, batch.slot_mapping, kv.k.shape[1], kv.k.shape[2], kv.v.shape[3]]
