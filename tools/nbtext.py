@@ -3,8 +3,7 @@
 `python tools/nbtext.py out nbs/01_gguf.ipynb gguf.nb.py`   writes the notebook's cells as text
 `python tools/nbtext.py in  gguf.nb.py nbs/01_gguf.ipynb`   writes them back; outputs of unchanged code cells are kept
 
-In the text a cell starts with a line `# %%` (code) or `# %% [markdown]` (prose, written plainly, without comment signs;
-a file whose title is written `# # Title`, as other tools write it, is read that way throughout)."""
+In the text a cell starts with a line `# %%` (code) or `# %% [markdown]` (prose, written plainly, without comment signs)."""
 import hashlib
 import re
 import sys
@@ -22,10 +21,8 @@ def from_text(text, old=None):
     for c in old.cells if old else []: kept.setdefault((c.cell_type, c.source), []).append(c)
     nb = nbformat.v4.new_notebook(metadata={"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}})
     parts, seen = MARK.split(text), {}
-    commented = any(kind and src.lstrip("\n").startswith("# # ") for kind, src in zip(parts[1::2], parts[2::2]))
     for kind, src in zip(parts[1::2], parts[2::2]):
         src = src.strip("\n")
-        if kind and commented: src = re.sub(r"^# ?", "", src, flags=re.M)
         make = nbformat.v4.new_markdown_cell if kind else nbformat.v4.new_code_cell
         c = make(src)
         digest = hashlib.sha256(src.encode()).hexdigest()[:8]        # ids follow the text, so that two people's edits merge

@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "      # chapters: written by tools/sidebar.py\n", "      # end of chapters\n"
-PARTS = {"0": "The file and its text", "1": "Linear algebra", "2": "Memory and mixing", "3": "The model", "4": "The engine",
-         "5": "The server", "6": "Using it", "7": "Results", "8": "Laboratories", "9": "The package"}
+PARTS = [(0, "The file and its text"), (9, "Linear algebra"), (20, "Memory and mixing"), (30, "The model"), (40, "The engine"),
+         (50, "The server"), (60, "Using it"), (70, "Results"), (80, "Laboratories"), (90, "The package")]      # first chapter of each part
 
 def title(path):
     "The notebook's first heading, up to a colon."
@@ -19,9 +19,10 @@ def chapters(nbs):
     "The sidebar's lines: a section for each part of the book that has a chapter."
     lines, part = [], None
     for path in sorted(nbs.glob("[0-9][0-9]_*.ipynb")):
-        if path.name[0] != part:
-            part = path.name[0]
-            lines += [f"      - section: {PARTS[part]}\n", "        contents:\n"]
+        name = [text for first, text in PARTS if first <= int(path.name[:2])][-1]
+        if name != part:
+            part = name
+            lines += [f"      - section: {name}\n", "        contents:\n"]
         lines.append(f"          - {{href: nbs/{path.name}, text: {json.dumps(path.name[:2] + '  ' + title(path), ensure_ascii=False)}}}\n")
     return "".join(lines)
 
