@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['attention_ref', 'attention_scratch_bytes', 'attention_call', 'attention_cpu', 'kv_store_cpu']
 
-# %% ../nbs/21_attention.ipynb #d5e6e4ff
+# %% ../nbs/21_attention.ipynb #dd2f5e3f
 import ctypes
 import threading
 
@@ -13,15 +13,16 @@ import numpy as np
 
 from .ops import padded_rows
 from .simd import (WORDS, as_f64, f32_at, f32v, fma, hmax, hsum, i64_at, jit, load_f16x16, load_f32x16, named, op_address, operand_word,
-                                  own_row, prefetch, put_f16, store, tile_f32, tile_fma, tile_store, u8_at, vexp, vmax)
+                                  own_row, prefetch, put_f16, store, tile_f32, tile_fma, tile_store, u8_at, vdiv, vexp, vmax)
 
-# %% ../nbs/21_attention.ipynb #e74f5f81
+# %% ../nbs/21_attention.ipynb #da725002
 def attention_ref(
     q: np.ndarray,  # [num_tokens, >= n_head*head_dim_k] float32; columns past that are ignored
     k_cache: np.ndarray,  # [block, head_kv, head_dim_k, 16]: one layer's keys
     v_cache: np.ndarray,  # [block, head_kv, 16, head_dim_v]: its values
     batch,  # the step: positions, query_start_loc, seq_lens, block_table
-    spec,  # the layer: n_head, n_head_kv, head_dim_k, head_dim_v, window (0: all), attn_scale
+    spec,  # the layer: n_head, n_head_kv, head_dim_k, head_dim_v, window (0: all), attn_scale, softcap (0: none)
+    sinks: np.ndarray | None = None,  # [n_head]: a score that takes part in each head's softmax and brings no value
 ) -> np.ndarray:  # [num_tokens, n_head*head_dim_v] float32
     "Causal attention of a ragged step, through the block table."
     out = np.zeros((batch.num_tokens, spec.n_head*spec.head_dim_v), np.float32)
@@ -33,9 +34,13 @@ def attention_ref(
         i = batch.positions[rows, None]
         seen = (j <= i) & (j > i - (spec.window or len(j) + 1))
         x = q[rows, :spec.n_head*spec.head_dim_k].reshape(-1, spec.n_head, spec.head_dim_k)
-        scores = np.where(seen, np.einsum("ihd,jhd->hij", x, k)*np.float32(spec.attn_scale), -np.inf)
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        out[rows] = np.einsum("hij,jhd->ihd", p/p.sum(-1, keepdims=True), v).reshape(len(x), -1)
+        scores = np.einsum("ihd,jhd->hij", x, k)*np.float32(spec.attn_scale)
+        if spec.softcap: scores = np.float32(spec.softcap)*np.tanh(scores/np.float32(spec.softcap))
+        scores = np.where(seen, scores, -np.inf)
+        top = scores.max(-1, keepdims=True)
+        p = np.exp(scores - top)
+        total = p.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[:, None, None] - top))
+        out[rows] = np.einsum("hij,jhd->ihd", p/total, v).reshape(len(x), -1)
     return out
 
 # %% ../nbs/21_attention.ipynb #707c2197
@@ -75,7 +80,12 @@ def _hide(s, x, lo, hi, b0, b1, value):
     for p in range(min(lo, b1*16) - 16, b0*16 - 16, -16): store(s, x + p, value)
     for p in range(max(hi, b0*16), b1*16, 16): store(s, x + p, value)
 
-# %% ../nbs/21_attention.ipynb #92581cff
+# %% ../nbs/21_attention.ipynb #0b7ee88a
+@jit
+def _cap_row(s, x, b0, b1, cap):
+    "Scores of blocks b0..b1-1 become cap*tanh(score/cap); tanh(z) = 2/(1 + exp(-2z)) - 1."
+    for b in range(b0, b1): store(s, x + b*16, f32v(cap)*(vdiv(f32v(2.), f32v(1.) + vexp(load_f32x16(s, x + b*16)*f32v(np.float32(-2.)/cap))) - f32v(1.)))
+
 @jit
 def _softmax_row(s, j, x, lo, hi, b0, b1):
     "Row j of a tile: scores of blocks b0..b1-1 become weights; the running maximum, sum and factor move on."
@@ -119,7 +129,7 @@ def _products(T, load, size):
                 store(s, y, fma(load_f32x16(s, y), load_f32x16(s, _FIX + j*16), load_f32x16(s, _TMP + j*16)))
     return scores, values
 
-# %% ../nbs/21_attention.ipynb #39a5c4db
+# %% ../nbs/21_attention.ipynb #215d280f
 @jit
 def _begin_rows(I, s, w, shift, t0, h0, g, r0, m):
     "Copy m rows of q, scaled, from row r0 on; empty their sums."
@@ -133,6 +143,9 @@ def _begin_rows(I, s, w, shift, t0, h0, g, r0, m):
         for d in range(0, Dv, 16): store(s, _OUT + j*_pad16(Dv) + d, f32v(0))
         store(s, _SUM + j*16, f32v(0))
         s[_TOP + j] = _NEVER
+        if I[22] != 0:                                         # the sink: a score that is there before all others
+            s[_TOP + j] = f32_at(I[22])[h0 + h]
+            s[_SUM + j*16] = np.float32(1.)
         h += 1
         if h == g: t, h = t + 1, 0
 
@@ -145,14 +158,14 @@ def _end_rows(I, s, w, m):
         for d in range(0, Dv - 15, 16): store(out, x + d, load_f32x16(s, y + d)*f32v(inverse))
         for d in range(Dv//16*16, Dv): out[x + d] = s[y + d]*inverse
 
-# %% ../nbs/21_attention.ipynb #d4b96973
+# %% ../nbs/21_attention.ipynb #67ffaf7a
 def _tile(load, size):
     "The walk of one tile over its positions, for one type of cache."
     (scores4, values4), (scores6, values6) = (_products(T, load, size) for T in (4, 6))
     @jit
     def tile(I, s, w, table, shift, t0, h0, g, r0, m):
         _begin_rows(I, s, w, shift, t0, h0, g, r0, m)
-        K, V, HK, Dk, Dv, window = u8_at(I[6]), u8_at(I[7]), I[14], I[15], I[16], I[17]
+        K, V, HK, Dk, Dv, window, cap = u8_at(I[6]), u8_at(I[7]), I[14], I[15], I[16], I[17], np.float32(as_f64(I[21]))
         lo, hi, head = _first_seen(w[0], window), w[m - 1] + 1, h0//(I[13]//HK)
         k_stride, v_stride, last = HK*Dk*16*size, HK*Dv*16*size, (hi - 1)//16
         k_head, v_head = head*Dk*16*size, head*Dv*16*size
@@ -160,6 +173,8 @@ def _tile(load, size):
             b0, b1, x = max(lo, c)//16, (min(hi, c + _CHUNK) + 15)//16, _P + 16 - c
             if m > 4: scores6(s, K, V, table, k_stride, k_head, v_stride, v_head, Dk, b0, b1, last, x)
             else: scores4(s, K, V, table, k_stride, k_head, v_stride, v_head, Dk, b0, b1, last, x)
+            if cap != 0:
+                for j in range(m): _cap_row(s, x + j*_ROW, b0, b1, cap)
             for j in range(m): _softmax_row(s, j, x + j*_ROW, _first_seen(w[j], window), w[j] + 1, b0, b1)
             if m > 4: values6(s, V, table, v_stride, v_head, Dv, b0, b1, lo, hi, x)
             else: values4(s, V, table, v_stride, v_head, Dv, b0, b1, lo, hi, x)
@@ -184,10 +199,10 @@ def _total(I, S, pos, start, step):
         for t in range(start[i], start[i + 1], step): total += _visits(pos[min(t + step, start[i + 1]) - 1], I[17])
     return total
 
-# %% ../nbs/21_attention.ipynb #10ccd856
+# %% ../nbs/21_attention.ipynb #7442e590
 def _attention(load, size):
     """The op. Words: out, q, K, V, positions, query_start_loc, seq_lens, block_table, max_blocks, n_head, n_head_kv, head_dim_k, head_dim_v,
-    window, scale, scratch, scratch bytes of a thread."""
+    window, scale, scratch, scratch bytes of a thread, softcap, sinks (0: none)."""
     tile = _tile(load, size)
     @jit
     def attention(tid, n, I, S):
@@ -239,7 +254,7 @@ def _kv_store(f16):
 
 for _name, _f16 in (("kv_store_f16", True), ("kv_store_f32", False)): named(_name, _kv_store(_f16), globals())
 
-# %% ../nbs/21_attention.ipynb #8090622a
+# %% ../nbs/21_attention.ipynb #9af390c5
 _C_OP = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 def _call(name, operands, batch, threads):
@@ -255,16 +270,16 @@ def _call(name, operands, batch, threads):
         for t in others: t.join()
     return run
 
-def attention_call(q, cache, batch, layer, spec, threads=1):
+def attention_call(q, cache, batch, layer, spec, threads=1, sinks=None):
     "(run, out): `run()` computes attention of the batch as it is now into `out` [num_tokens, padded width]."
     n, nbytes = batch.num_tokens, attention_scratch_bytes(spec.head_dim_k, spec.head_dim_v)
     out = np.full((n, -(-spec.n_head*spec.head_dim_v//16)*16), np.nan, np.float32)
     operands = [out, padded_rows(q[:n, :spec.n_head*spec.head_dim_k]), cache.k[layer], cache.v[layer], batch.positions, batch.query_start_loc, batch.seq_lens,
                 batch.block_table, batch.max_blocks_per_seq, spec.n_head, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v, spec.window or 0,
-                float(spec.attn_scale), np.full((threads, nbytes//4), np.nan, np.float32), nbytes]
+                float(spec.attn_scale), np.full((threads, nbytes//4), np.nan, np.float32), nbytes, float(spec.softcap), 0 if sinks is None else sinks]
     return _call(f"attention_{cache.kv_type}", operands, batch, threads), out
 
-# %% ../nbs/21_attention.ipynb #53636baf
+# %% ../nbs/21_attention.ipynb #5f72a847
 def attention_cpu(
     q: np.ndarray,  # [num_tokens, n_head*head_dim_k] float32
     cache,  # a KVCache that holds the step's keys and values already
@@ -272,9 +287,10 @@ def attention_cpu(
     layer: int,  # which layer of the cache
     spec,  # the layer: n_head, n_head_kv, head_dim_k, head_dim_v, window, attn_scale
     threads: int = 1,  # the result does not depend on it
+    sinks: np.ndarray | None = None,  # [n_head] float32
 ) -> np.ndarray:  # [num_tokens, n_head*head_dim_v] float32
     "Attention of a ragged step by the compiled op: same meaning as `attention_ref`."
-    run, out = attention_call(q, cache, batch, layer, spec, threads)
+    run, out = attention_call(q, cache, batch, layer, spec, threads, sinks)
     run()
     assert not out[:, spec.n_head*spec.head_dim_v:].any(), "padding is not zero"
     return out[:, :spec.n_head*spec.head_dim_v]

@@ -8,8 +8,8 @@ __all__ = ['GATINGS', 'ROUTERS', 'GATING_IDS', 'ROUTER_KEYS', 'EXPERT_ACTS', 'LI
            'experts_ref', 'choice_width', 'choices_of', 'choice_rows', 'gate_row', 'copy_row', 'best_open',
            'keep_groups', 'route_scratch_bytes', 'route', 'step_op', 'route_operands', 'route_cpu', 'ExpertMatrix',
            'pack_experts', 'bucket', 'experts_scratch_bytes', 'cut', 'stretch', 'add_bias', 'experts_op',
-           'expert_act16', 'expert_act', 'combine_experts', 'quantize_experts_Q8_1', 'quantize_experts_Q8_K',
-           'gate_rows', 'experts_linear', 'moe_cpu', 'RoutingTrace', 'expert_usage', 'active_experts']
+           'expert_act16', 'expert_act', 'combine_experts', 'quantize_experts_op', 'gate_rows', 'experts_linear',
+           'moe_cpu', 'RoutingTrace', 'expert_usage', 'active_experts']
 
 # %% ../nbs/24_moe.ipynb #9c5b16e4
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from .ops import act16, gated_ref, padded_rows
 from .simd import (WORDS, as_f64, call_share, columns, cpu_op, f32_at, f32v, fma, hsum, i32_at, jit, load_f32x16, named, op_address, op_rows,
     operand_word, own_row, store, u8_at, vdiv, vexp, vmax, vmin)
 
-# %% ../nbs/24_moe.ipynb #9ea4c27f
+# %% ../nbs/24_moe.ipynb #64d0724c
 @dataclass(frozen=True)
 class RouterSpec:
     "How a token's logits become experts and weights."
@@ -45,9 +45,10 @@ class RouterSpec:
         open = self.n_expert//self.n_group*self.n_group_used
         if self.n_expert_used > open: raise ValueError(f"n_expert_used is {self.n_expert_used}: the {self.n_group_used} groups kept hold only {open} experts")
 
-GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
+# %% ../nbs/24_moe.ipynb #1018e816
+GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}     # names, and numbers for the compiled op
 
-# %% ../nbs/24_moe.ipynb #82c93a2d
+# %% ../nbs/24_moe.ipynb #2211dd6d
 def softmax(x: np.ndarray) -> np.ndarray: # [n, k] float32 -> the same, rows summing to 1
     "Softmax of each row"
     e = np.exp(x - x.max(1, keepdims=True))
@@ -57,6 +58,7 @@ def best_first(scores: np.ndarray, n: int) -> np.ndarray: # [rows, any] -> [rows
     "Columns of the n largest scores of each row, best first, the lower column among equals; what is not a number comes last"
     return np.argsort(-np.where(np.isnan(scores), -np.inf, scores), axis=1, kind="stable")[:, :n]
 
+# %% ../nbs/24_moe.ipynb #fdd441d9
 def route_ref(
     logits: np.ndarray,                        # [n, n_expert] float32
     spec: RouterSpec,
@@ -76,6 +78,7 @@ def route_ref(
     if expert_scale is not None: w = w*expert_scale[experts]
     return experts.astype(np.int32), w.astype(np.float32)
 
+# %% ../nbs/24_moe.ipynb #b3a1acd5
 def kept_groups(scores: np.ndarray, spec: RouterSpec) -> np.ndarray: # [n, n_expert] -> the same, -inf outside the best groups
     "Only the experts of the best groups stay open"
     s = scores.reshape(len(scores), spec.n_group, -1)
@@ -84,7 +87,7 @@ def kept_groups(scores: np.ndarray, spec: RouterSpec) -> np.ndarray: # [n, n_exp
     np.put_along_axis(keep, best_first(group, spec.n_group_used), True, 1)
     return np.where(keep[:, :, None], s, -np.inf).reshape(scores.shape)
 
-# %% ../nbs/24_moe.ipynb #32c1e343
+# %% ../nbs/24_moe.ipynb #d959d7d5
 ROUTERS = {                        # architecture -> what its name implies; keys of the file come on top
     "llama": dict(renormalise=True), "llama4": dict(gating="sigmoid", scale_input=True), "olmoe": {}, "jamba": {}, "qwen2moe": {},
     "qwen3moe": dict(renormalise=True), "qwen3next": dict(renormalise=True), "qwen35moe": dict(renormalise=True), "gemma4": dict(renormalise=True),
@@ -95,6 +98,7 @@ GATING_IDS = {1: "softmax", 2: "sigmoid", 3: "softmax_topk"}      # values of ex
 ROUTER_KEYS = (("n_group", "expert_group_count", int), ("n_group_used", "expert_group_used_count", int), ("scale", "expert_weights_scale", float),
                ("renormalise", "expert_weights_norm", bool))       # field, key, type
 
+# %% ../nbs/24_moe.ipynb #e8380b6d
 def router_spec(
     metadata: Mapping,             # of the file
 ) -> RouterSpec | None:            # None: the model has no experts
@@ -125,7 +129,7 @@ def expert_act_ref(act: str, gate: np.ndarray | None, up: np.ndarray) -> np.ndar
     gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
     return gate/(1 + np.exp(-ALPHA*gate))*(up + 1)
 
-# %% ../nbs/24_moe.ipynb #5f245c7f
+# %% ../nbs/24_moe.ipynb #fbdc8e2c
 @dataclass
 class Experts:
     "A layer's experts. For the reference the matrices are float32 arrays, for the CPU they are `ExpertMatrix`; gate and the biases may be None."
@@ -137,6 +141,7 @@ class Experts:
     down_b: np.ndarray | None = None   # [n_expert, n_embd]
     gate_b: np.ndarray | None = None   # [n_expert, n_ff]
 
+# %% ../nbs/24_moe.ipynb #c06b737d
 def experts_ref(
     x: np.ndarray,                 # [n, n_embd] float32
     experts: np.ndarray,           # [n, n_expert_used] int
@@ -154,7 +159,7 @@ def experts_ref(
         visits[t, rank] = linear(expert_act_ref(layer.act, gate, linear(h, layer.up, layer.up_b)), layer.down, layer.down_b)
     return visits.sum(1) if scale_input else np.einsum("tk,tkn->tn", weights, visits)
 
-# %% ../nbs/24_moe.ipynb #b4c05391
+# %% ../nbs/24_moe.ipynb #5bacbd3a
 @jit
 def _pad16(n): return (n + 15)//16*16
 
@@ -169,6 +174,7 @@ def choices_of(
     "The two halves of rows of choices."
     return rows.view(np.int32)[:, :n_expert_used], rows[:, rows.shape[1]//2:][:, :n_expert_used]
 
+# %% ../nbs/24_moe.ipynb #aae2670c
 def choice_rows(experts: np.ndarray, weights: np.ndarray) -> np.ndarray: # [n, n_expert_used] both -> [n, choice_width] float32
     "Rows of choices, as the op writes them"
     n, k = experts.shape
@@ -176,7 +182,7 @@ def choice_rows(experts: np.ndarray, weights: np.ndarray) -> np.ndarray: # [n, n
     rows.view(np.int32)[:, :k], rows[:, pad16(k):pad16(k)+k] = experts, weights
     return rows
 
-# %% ../nbs/24_moe.ipynb #acdcd3ee
+# %% ../nbs/24_moe.ipynb #d64101a7
 @jit
 def gate_row(x, o, n, gating, p):
     "p[:n] = scores of the logits x[o:o+n]; rows are padded to 16, and p's padding becomes zero"
@@ -193,6 +199,7 @@ def gate_row(x, o, n, gating, p):
         t = f32v(hsum(total))
         for i in range(0, n, 16): store(p, i, vdiv(load_f32x16(p, i), t))
 
+# %% ../nbs/24_moe.ipynb #91304e3e
 @jit
 def copy_row(src, dst, nbytes):
     "Copy a row (a multiple of 64 bytes) from one address to another"
@@ -252,7 +259,7 @@ def route(tid, n, I, S):
         if I[16] and shift == 0:
             for i in range(2*P): trace[t*2*P + i] = ids[c+i]
 
-# %% ../nbs/24_moe.ipynb #9bbe9f86
+# %% ../nbs/24_moe.ipynb #81ef410c
 def step_op(
     name: str,
     *operands,                     # arrays (their addresses are passed), integers, floats (their bits); None: 0
@@ -265,6 +272,7 @@ def step_op(
     I[0], I[3], I[4:4+len(operands)] = op_address(name), sum(1 << p for p in private), [0 if a is None else operand_word(a) for a in operands]
     for tid in range(threads): call_share(tid, threads, I.ctypes.data, S.ctypes.data)
 
+# %% ../nbs/24_moe.ipynb #1d365341
 def route_operands(spec: RouterSpec, exp_probs_b=None, expert_scale=None, trace=None) -> list:
     "The words of the op `route` between the logits and the scratch"
     return [spec.n_expert, spec.n_expert_used, GATINGS[spec.gating], spec.n_group, spec.n_group_used, spec.n_group_best, int(spec.renormalise),
@@ -283,7 +291,7 @@ def route_cpu(
     step_op("route", y, padded_rows(logits), *route_operands(spec, exp_probs_b, expert_scale, trace), scratch, nbytes, rows=n, threads=threads)
     return y
 
-# %% ../nbs/24_moe.ipynb #513b596c
+# %% ../nbs/24_moe.ipynb #719a7923
 @dataclass
 class ExpertMatrix:
     "The matrices [n, k] of all experts, packed one after the other for the CPU kernels."
@@ -293,6 +301,7 @@ class ExpertMatrix:
     n: int
     k: int
 
+# %% ../nbs/24_moe.ipynb #c1c2d3a6
 def pack_experts(
     raw: np.ndarray,               # uint8, the file's rows of all experts, [n_expert * n, row bytes]
     fmt: str,                      # a key of LINEAR_FORMATS
@@ -321,7 +330,7 @@ def bucket(choices, c, num_tokens, n_used, n_expert, start, pairs):
             e = n_expert + 1 + choices[c + t*ld + j]
             pairs[start[e]] = t*n_used + j; start[e] += 1
 
-# %% ../nbs/24_moe.ipynb #1cb7eb51
+# %% ../nbs/24_moe.ipynb #2ed02641
 READ = 2                           # reading a group's bytes costs as much as multiplying so many tokens with it
 CHUNK = 131072                     # bytes of copied activations: they should stay in the L2 cache
 
@@ -334,6 +343,7 @@ def experts_scratch_bytes(
     sorted_pairs = 4*(2*n_expert + 1 + num_tokens*n_expert_used)
     return -(-sorted_pairs//64)*64 + TILE*64 + max(TILE*nbytes, min(CHUNK, -(-num_tokens//TILE)*TILE*nbytes))
 
+# %% ../nbs/24_moe.ipynb #d1e53fc4
 @jit
 def cut(u, at, cost, G):
     "How many of G groups, each of this cost, the first at position `at` of the line, begin before position u"
@@ -351,7 +361,7 @@ def stretch(start, E, G, tid, n):
 def add_bias(y, o, bias, p):
     store(y, o, load_f32x16(y, o) + load_f32x16(bias, p))
 
-# %% ../nbs/24_moe.ipynb #eb3defcd
+# %% ../nbs/24_moe.ipynb #b8ad6410
 def experts_op(fmt: str, act: str, make):
     "The op y[pair] = W[expert of the pair] x (+ bias), with the kernels `make` of the linear chapter."
     f = LAYOUTS.get(fmt); one, many, T, size = make(f, 1), make(f, TILE), TILE, group_bytes(fmt)
@@ -382,11 +392,12 @@ def experts_op(fmt: str, act: str, make):
                         for i in range(c, end): add_bias(y, pairs[i]*ld + g*16, bias, e*ld + g*16)
     return experts
 
+# %% ../nbs/24_moe.ipynb #45041657
 for _f in LINEAR_FORMATS:
     named(f"experts_{_f}", experts_op(_f, ACT_OF[_f], _kernels(_f)), globals())
     named(f"experts_{_f}_f32", experts_op(_f, "F32", _kernels(_f) if _f in PLAIN else exact), globals())
 
-# %% ../nbs/24_moe.ipynb #c357edd6
+# %% ../nbs/24_moe.ipynb #47e0aa21
 @jit
 def expert_act16(g, u, act):
     "The activation of 16 lanes"
@@ -408,6 +419,7 @@ def expert_act(tid, n, I, S):
             o = t*ld*used + i
             store(y, o, expert_act16(load_f32x16(g, o)*k, load_f32x16(u, o)*k, act))
 
+# %% ../nbs/24_moe.ipynb #de004747
 @cpu_op
 def combine_experts(tid, n, I, S):
     "words: y, x (a row for each pair), choices, width, n_used, weighted (0: plain sum)"
@@ -419,19 +431,19 @@ def combine_experts(tid, n, I, S):
             for j in range(used): s = fma(f32v(w[(t+c)*2*P + P + j]) if I[9] else f32v(1.), load_f32x16(x, (t*used + j)*ld + i), s)
             store(y, t*ld + i, s)
 
-# %% ../nbs/24_moe.ipynb #cf396b58
-@cpu_op
-def quantize_experts_Q8_1(tid, n, I, S):
-    "words: y (n_used records a token), x (n_used rows a token), K, n_used"
-    M = S[I[2]]; t0, t1, a = op_rows(tid, n, M); b = own_row(tid, M, I, 1); K, used = I[6], I[7]; R = q8_1_bytes(K)
-    for p in range(t0*used, t1*used): quantize_q8_1(f32_at(I[5]), (p + b*used)*_pad16(K), K, q8_1_row(I[4] + (p + a*used)*R, K))
+# %% ../nbs/24_moe.ipynb #87a28ebe
+def quantize_experts_op(quantize, row, nbytes):
+    "The op that quantises the rows of all pairs, with the linear chapter's code for one row."
+    @jit
+    def quantize_experts(tid, n, I, S):    # y (n_used records a token), x (n_used rows a token), K, n_used
+        M, K, used = S[I[2]], I[6], I[7]; t0, t1, a = op_rows(tid, n, M); b = own_row(tid, M, I, 1); R = nbytes(K)
+        for p in range(t0*used, t1*used): quantize(f32_at(I[5]), (p + b*used)*_pad16(K), K, row(I[4] + (p + a*used)*R, K))
+    return quantize_experts
 
-@cpu_op
-def quantize_experts_Q8_K(tid, n, I, S):
-    "words: y (n_used records a token), x (n_used rows a token), K, n_used"
-    M = S[I[2]]; t0, t1, a = op_rows(tid, n, M); b = own_row(tid, M, I, 1); K, used = I[6], I[7]; R = q8_k_bytes(K)
-    for p in range(t0*used, t1*used): quantize_q8_k(f32_at(I[5]), (p + b*used)*_pad16(K), K, q8_k_row(I[4] + (p + a*used)*R, K))
+named("quantize_experts_Q8_1", quantize_experts_op(quantize_q8_1, q8_1_row, q8_1_bytes), globals())
+named("quantize_experts_Q8_K", quantize_experts_op(quantize_q8_k, q8_k_row, q8_k_bytes), globals())
 
+# %% ../nbs/24_moe.ipynb #9368d2f9
 @cpu_op
 def gate_rows(tid, n, I, S):
     "words: y, x, g (rows of one logit), width: y = x * sigmoid(g), for a shared expert with a gate"
@@ -441,7 +453,7 @@ def gate_rows(tid, n, I, S):
         k = f32v(1.); k = vdiv(k, k + vexp(f32v(-g[(t+sg)*16])))
         for i in range(i0, i1, 16): store(y, t*ld + i, load_f32x16(x, (t+sx)*ld + i)*k)
 
-# %% ../nbs/24_moe.ipynb #c7c81dc9
+# %% ../nbs/24_moe.ipynb #4f63c006
 def experts_linear(
     x: np.ndarray,                 # padded float32 rows: one for each token, or (per_pair) one for each pair
     m: ExpertMatrix,
@@ -467,6 +479,7 @@ def experts_linear(
             rows=count, threads=threads, private=lone)
     return y
 
+# %% ../nbs/24_moe.ipynb #de45691b
 def moe_cpu(
     x: np.ndarray,                 # [n, n_embd] float32
     choices: np.ndarray,           # rows of choices from `route_cpu`: [max(n, threads), choice_width]
@@ -523,7 +536,7 @@ class RoutingTrace:
         trace._count = dict(zip(layers.tolist(), counts.tolist()))
         return trace
 
-# %% ../nbs/24_moe.ipynb #20f43faa
+# %% ../nbs/24_moe.ipynb #40cd74d0
 def expert_usage(trace: RoutingTrace, n_layer: int, n_expert: int) -> np.ndarray: # [n_layer, n_expert] int64
     "Visits of each expert of each layer"
     a, counts = trace.arrays(), np.zeros((n_layer, n_expert), np.int64)
@@ -531,6 +544,7 @@ def expert_usage(trace: RoutingTrace, n_layer: int, n_expert: int) -> np.ndarray
     np.add.at(counts, (layer[expert >= 0], expert[expert >= 0]), 1)
     return counts
 
+# %% ../nbs/24_moe.ipynb #b6a5af8d
 def active_experts(trace: RoutingTrace, layer: int, num_tokens: int) -> float:
     "Mean number of experts that one layer touches in steps of `num_tokens` consecutive tokens"
     a = trace.arrays(); e = a["experts"][a["layer"] == layer]

@@ -7,7 +7,7 @@ __all__ = ['KINDS', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'sha
            'Recorder', 'aligned', 'Vector', 'CpuWeights', 'allocate', 'barriers', 'Workers', 'Program', 'Tape',
            'lockstep', 'profile']
 
-# %% ../nbs/30_program.ipynb #cf813d53
+# %% ../nbs/30_program.ipynb #6771eb2a
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ import numpy as np
 from .attention import attention_ref
 from .kvcache import KVCache
 from .linear_cpu import LINEAR_FORMATS, act_bytes, pad16
-from .ops import ACTS, gated_ref, rms_norm_ref, rope_ref, rope_table, softcap_ref
+from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, rms_norm_ref, rope_ref, rope_table, softcap_ref
 from .quants import QuantTensor
 from .simd import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #a5ee1919
+# %% ../nbs/30_program.ipynb #488de990
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache"
@@ -56,13 +56,15 @@ class ReferenceOps:
     def rms_norm(self, x, w, eps): return rms_norm_ref(x, w, eps)
     def linear(self, x, w, bias=None): return x @ w.values().T if bias is None else x @ w.values().T + bias
     def add(self, x, y, scale=1.0): return x + y*np.float32(scale)
+    def layer_norm(self, x, w, b, eps): return layer_norm_ref(x, w, b, eps)
     def gated(self, act, gate, up): return gated_ref(act, gate, up)
+    def activate(self, act, x): return activate_ref(act, x)
     def softcap(self, x, cap, scale=1.0): return softcap_ref(x, cap, scale)
     def take_rows(self, x, rows): return x[rows]
     def rope(self, x, positions, spec, head_dim, freq_factors=None):
         return rope_ref(x, positions, shared_table(self, spec, freq_factors), head_dim)
     def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
-    def attention(self, q, kv, batch, layer): return attention_ref(q, kv.k, kv.v, batch, layer)
+    def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.k, kv.v, batch, layer, sinks)
 
 def shared_table(ops, spec, freq_factors):
     "The cosines and sines of a RopeSpec, made once per namespace"
@@ -94,7 +96,7 @@ class Instruction:
 
     def reads(self): return [v for v, _, writes in self.access if not writes and isinstance(v, Value)]
 
-# %% ../nbs/30_program.ipynb #be8f2e35
+# %% ../nbs/30_program.ipynb #60234184
 @dataclass
 class CpuMatrix:
     "A weight [n, k] packed for the CPU kernels"
@@ -122,6 +124,11 @@ class Recorder:
         return self.emit(f"embed_{w.format.name}", Value(w.k, "tokens", "rows"), [token_ids, w.data, w.k, float(scale)], [])
     def rms_norm(self, x, w, eps):
         return self.emit("rms_norm", Value(x.width, x.rows, "rows"), [x, w, x.width, w.group, float(eps)], [(x, "rows", False)])
+    def layer_norm(self, x, w, b, eps):
+        b = np.zeros_like(w) if b is None else b
+        return self.emit("layer_norm", Value(x.width, x.rows, "rows"), [x, w, b, x.width, float(eps)], [(x, "rows", False)])
+    def activate(self, act, x):
+        return self.emit("activate", Value(x.width, x.rows, "columns"), [x, x.width, ACTS[act]], [(x, "columns", False)])
     def add(self, x, y, scale=1.0):
         return self.emit("add", Value(x.width, x.rows, "columns"), [x, y, x.width, float(scale)], [(x, "columns", False), (y, "columns", False)])
     def softcap(self, x, cap, scale=1.0):
@@ -134,7 +141,7 @@ class Recorder:
         table = shared_table(self, spec, freq_factors)
         return self.emit("rope", Value(x.width, x.rows, "rows"), [x, positions, table, x.width, head_dim, spec.dim], [(x, "rows", False)])
 
-# %% ../nbs/30_program.ipynb #fa6d9a1f
+# %% ../nbs/30_program.ipynb #ac0d5c4f
 def _quantized(self, x, act):
     "The quantised rows of `x`, made at their first use"
     if (x, act) not in self._quantized:
@@ -153,9 +160,9 @@ def _kv_store(self, kv, k, v, batch):
     operands = [kv.k, kv.v, k, v, batch.slot_mapping, kv.k.shape[1], kv.k.shape[2], kv.v.shape[3]]
     self.emit(f"kv_store_{kv.cache.kv_type}", None, operands, [(k, "all", False), (v, "all", False), (kv, "items", True)])
 
-def _attention(self, q, kv, batch, layer):
+def _attention(self, q, kv, batch, layer, sinks=None):
     operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.shape[1], layer.n_head, layer.n_head_kv,
-                layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes"]
+                layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks]
     return self.emit(f"attention_{kv.cache.kv_type}", Value(layer.n_head*layer.head_dim_v, "tokens", "items"), operands, [(q, "all", False), (kv, "all", False)])
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention

@@ -11,7 +11,7 @@ from literate_engine.model import Model, prompt_logits
 from literate_engine.tokenizer import Tokenizer
 
 FIXTURES = data_dir()/"fixtures"
-FLOAT = ["llama", "llama3rope", "gemma3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "smollm3", "olmo2", "granite", "ernie4_5", "seed_oss"]
+FLOAT = ["llama", "llama3rope", "gemma3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "smollm3", "olmo2", "granite", "ernie4_5", "seed_oss", "gemma2", "cohere2", "starcoder2"]
 QUANT = ["llama.Q4_1", "llama.Q5_0", "llama.Q8_0", "llama.Q4_K_M"]
 REAL = {"smollm2": "smollm2_generation.json", "gemma3": "gemma3_270m_generation.json"}
 GAP = {"smollm2": .3, "gemma3": .5}                    # int8: ids must agree until the reference's two best logits are this close
