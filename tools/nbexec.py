@@ -42,7 +42,8 @@ def static(cell, state):
     outs = []
     for o in cell.get("outputs", []):
         data = o.get("data", {})
-        if WIDGET in data: outs += inner(data[WIDGET]["model_id"], set())
+        if o.output_type == "stream" and o.name == "stderr": continue        # what concerns the run, not the page: progress, notices
+        elif WIDGET in data: outs += inner(data[WIDGET]["model_id"], set())
         elif o.output_type == "stream" and outs and outs[-1].output_type == "stream" and outs[-1].name == o.name: outs[-1].text += o.text
         else: outs.append(o)
     cell["outputs"] = outs
