@@ -10,8 +10,9 @@ __all__ = ['LAYOUTS', 'ROWS', 'TILE', 'AHEAD', 'PLAIN', 'BLOCKS', 'TINY', 'LINEA
            'quantize_q8_k', 'quantize_Q8_1', 'quantize_Q8_K', 'int8_block', 'int8_q8_0', 'int8_super', 'affine',
            'exact', 'plain_values', 'group_bytes', 'linear_op', 'embed_op', 'LinearFormat', 'share_op', 'linear_cpu']
 
-# %% ../nbs/13_linear_cpu.ipynb #f5d3e22d
+# %% ../nbs/13_linear_cpu.ipynb #6be885cd
 from dataclasses import dataclass
+from functools import partial
 import numpy as np
 from .linear import ACT_OF
 from .simd import (
@@ -160,7 +161,7 @@ BLOCKS = dict(F32=(1, 4, pack_plain(4)), F16=(1, 2, pack_plain(2)), BF16=(1, 2, 
     Q8_0=(32, 34, pack_q8_0),
     Q4_K=(256, 144, pack_k(False)), Q5_K=(256, 176, pack_k(True)), Q6_K=(256, 210, pack_q6_k))       # format -> (block size, bytes in the file, pack one block)
 
-# %% ../nbs/13_linear_cpu.ipynb #6c0d2462
+# %% ../nbs/13_linear_cpu.ipynb #4aa5d174
 def pack_op(fmt: str):
     "The op that packs a matrix: 16 rows after the other, block by block; the rows missing from the last group stay zero."
     per, size, block = BLOCKS[fmt]; packed = packed_group_bytes(fmt, per)
@@ -193,7 +194,7 @@ def aligned_zeros(nbytes: int) -> np.ndarray:
     a = np.zeros(nbytes + 128, np.uint8); i = -a.ctypes.data % 64
     return a[i:i+nbytes]
 
-for _f in BLOCKS: named(f"pack_{_f}", pack_op(_f), globals())
+for _f in BLOCKS: named(f"pack_{_f}", partial(pack_op, _f), globals())
 
 # %% ../nbs/13_linear_cpu.ipynb #667c174a
 TINY = np.float32(1e-30)                 # a block of activations below this counts as zeros: 127/x must stay finite
@@ -426,7 +427,7 @@ def embed_op(fmt: str):
             for k in range(K, ld): y[(t+a)*ld + k] = np.float32(0.)
     return embed
 
-# %% ../nbs/13_linear_cpu.ipynb #d4565614
+# %% ../nbs/13_linear_cpu.ipynb #aec4d1ef
 def _kernels(fmt):
     "The maker of a format's fast kernel."
     if fmt in PLAIN: return plain_values(*PLAIN[fmt])
@@ -435,9 +436,9 @@ def _kernels(fmt):
 
 for _f in (*PLAIN, *LAYOUTS):
     _make = _kernels(_f)
-    named(f"linear_{_f}", linear_op(_f, ACT_OF[_f], _make), globals())
-    named(f"linear_{_f}_f32", linear_op(_f, "F32", _make if _f in PLAIN else exact), globals())
-    named(f"embed_{_f}", embed_op(_f), globals())
+    named(f"linear_{_f}", partial(linear_op, _f, ACT_OF[_f], _make), globals())
+    named(f"linear_{_f}_f32", partial(linear_op, _f, "F32", _make if _f in PLAIN else exact), globals())
+    named(f"embed_{_f}", partial(embed_op, _f), globals())
 
 # %% ../nbs/13_linear_cpu.ipynb #0de8e11e
 @dataclass(frozen=True)

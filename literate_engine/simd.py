@@ -455,7 +455,7 @@ def barrier(bar, n):
             if k > 2000: sched_yield(); k = 0
             else: cpu_pause()
 
-# %% ../nbs/10_simd.ipynb #97f1d810
+# %% ../nbs/10_simd.ipynb #ae92721a
 WORDS = 24
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
@@ -467,13 +467,16 @@ def cpu_op(f):
 
 def named(
     name: str,        # the op's name
-    body,             # a jitted function (tid, n, I, S)
+    body,             # a jitted function (tid, n, I, S), or a function that builds one when the op is first used
     module: dict,     # globals() of the module that the op belongs to
 ):
-    "Register `body` under a module-level name of `module`, so that numba can cache it."
-    module["_" + name] = body
+    "Register `body` as an op under a module-level name of `module`, so that numba can cache it."
+    CPU_OPS[name] = functools.partial(_define, name, body, module)
+
+def _define(name, body, module):
+    module["_" + name] = body if hasattr(body, "py_func") else body()
     exec(compile(f"def {name}(tid, n, I, S): _{name}(tid, n, I, S)", module.get("__file__", "<op>"), "exec"), module)
-    return cpu_op(module[name])
+    return module[name]
 
 def _compile(f):
     "To machine code; from the cache, or into it, if f comes from a file."
@@ -488,6 +491,7 @@ def op_address(name: str) -> int:
     "The address of an op's machine code; compiles it, or takes it from the cache, on first use."
     if name not in CPU_OPS: raise ValueError(f"no CPU op {name!r}")
     if name not in _compiled:
+        if isinstance(CPU_OPS[name], functools.partial): CPU_OPS[name] = CPU_OPS[name]()
         _compiled[name] = f = _compile(CPU_OPS[name])
         if not f.cache_hits and os.path.exists(CPU_OPS[name].__code__.co_filename): _say_that_it_compiles()
     return _compiled[name].address

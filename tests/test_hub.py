@@ -135,7 +135,8 @@ def test_two_at_once_fetch_once(cache, hub):
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_interrupted(cache, hub):
     hub.pause = 30
-    code = "from literate_engine.core import pull; pull('hf:owner/repo/m.gguf')"
+    # a process started in the background of a shell ignores SIGINT, and its children with it: listen again
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from literate_engine.core import pull; pull('hf:owner/repo/m.gguf')"
     p = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     for _ in range(200):
         if hub.asked: break
