@@ -7,7 +7,7 @@ __all__ = ['TOL', 'MODELS', 'DEFAULT_MODEL', 'in_checkout', 'cache_dir', 'data_d
            'bench', 'ratio', 'num_cores', 'machine', 'save_bench', 'load_bench', 'peak_bandwidth', 'KnownModel',
            'FetchError', 'model_path', 'pull', 'find_model']
 
-# %% ../nbs/00_core.ipynb #a47cffd6
+# %% ../nbs/00_core.ipynb #f0fbb87b
 import contextlib
 import datetime
 import hashlib
@@ -16,14 +16,12 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +105,7 @@ def ratio(
     r = [x / y for x, y in zip(a, b)]
     return statistics.median(r), min(r), max(r)
 
-# %% ../nbs/00_core.ipynb #67361330
+# %% ../nbs/00_core.ipynb #85c7f624
 def num_cores() -> int:
     "Physical cores this process may use: what heavy threads should number."
     logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -134,6 +132,7 @@ def _cpu_facts() -> tuple[str, list[str]]:
 
 def machine() -> dict:  # all of it can be published: no host name, no path
     "What a measured number depends on: processor, cores, memory, system, versions."
+    from importlib import metadata
     cpu, isa = _cpu_facts()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     versions = {"python": platform.python_version()}
@@ -241,7 +240,7 @@ def _check(path: Path, sha256: str | None, name: str) -> None:
         got = hashlib.file_digest(f, "sha256").hexdigest() if sha256 else None
     if got != sha256: raise FetchError(f"{name}: sha256 is {got}, expected {sha256}")
 
-# %% ../nbs/00_core.ipynb #3cd9fa31
+# %% ../nbs/00_core.ipynb #b6641fff
 def _installer() -> tuple[list[str], bool]:
     "The command that reaches the package index here, and whether it is uv."
     if util.find_spec("pip"): return [sys.executable, "-m", "pip"], False
@@ -254,6 +253,8 @@ def _installer() -> tuple[list[str], bool]:
 
 def _unpack_wheel(requirement: str, folder: Path) -> None:
     "Fetch one wheel, without what it requires, and unpack it into `folder`."
+    import subprocess
+    import zipfile
     command, is_uv = _installer()
     if is_uv: command += ["install", "--no-deps", "--no-cache", "--link-mode=copy", "--python", sys.executable, "--target", str(folder), requirement]
     else: command += ["download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", str(folder), requirement]

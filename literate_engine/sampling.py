@@ -219,7 +219,7 @@ class Window:
     def ids(self) -> np.ndarray: # int64, distinct
         return np.fromiter(self.counts, np.int64, len(self.counts))
 
-# %% ../nbs/40_sampling.ipynb #b17ff897
+# %% ../nbs/40_sampling.ipynb #5a21c6fe
 class Sampler:
     "Draws the tokens of one continuation of one request."
     def __init__(self, params: SamplingParams, n_vocab: int,
@@ -230,7 +230,7 @@ class Sampler:
         bad = [i for i in (*params.logit_bias, *params.stop_token_ids) if i >= n_vocab]
         if bad: raise ParamError("logit_bias" if bad[0] in params.logit_bias else "stop_token_ids", bad[0], f"of token ids below {n_vocab}")
         self.seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed % 2**64
-        self.rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
+        if params.temperature: self.rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))     # greedy draws nothing
         self.written = Counter()                                                   # output tokens only
         self.window = Window(params.repetition_window if params.repetition_penalty != 1 else 0, prompt_ids)
         self.bias_ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
