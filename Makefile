@@ -43,7 +43,7 @@ docs: $(VENV)/.dev
 	cd _proc && DOCS_VENDOR=$${DOCS_VENDOR:-../node_modules} ../$(BIN)/smalldocs render --strict .
 
 lab: $(VENV)/.dev
-	$(PY) -m jupyterlab nbs
+	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) nbs
 
 # the cells marked `bench` of every chapter, then the end-to-end comparison with llama.cpp
 bench: $(VENV)/.dev
