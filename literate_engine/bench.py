@@ -6,11 +6,12 @@
 __all__ = ['PEERS', 'DEFAULTS', 'together', 'Ours', 'LlamaCpp', 'bytes_per_token', 'prompts_for', 'measure', 'load_time',
            'run_bench']
 
-# %% ../nbs/60_bench.ipynb #fee5b3ef
+# %% ../nbs/60_bench.ipynb #5853ec5b
 import json
 import math
 import os
 import time
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #3a60db36
+# %% ../nbs/60_bench.ipynb #ffd4e2a7
 def run_bench(
     what: str,  # "decode" | "prefill" | "load"
     model: str = "smollm2",  # what find_model takes
@@ -186,7 +187,7 @@ def run_bench(
             rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))
     settings = {"file": path.name, "peer": peer, "kv_type": "f16", "temperature": 0, "prompt_cache": False, "runs": runs, "order": "interleaved", "load_before": load}
     command = f"literate-engine bench {what} {name} --device {device} --threads {','.join(map(str, threads))}" + (f" --peer {peer}" if peer else "")
-    if save and not only_peer: save_bench(f"e2e_{what}_{name}", rows, command, settings=settings)
+    if save and not only_peer: print(f"saved: {save_bench(f'e2e_{what}_{name}', rows, command, settings=settings)}", file=sys.stderr)
     return {"machine": machine(), "settings": settings, "rows": rows}
 
 def _n_vocab(path: Path) -> int:

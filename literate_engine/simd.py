@@ -455,7 +455,7 @@ def barrier(bar, n):
             if k > 2000: sched_yield(); k = 0
             else: cpu_pause()
 
-# %% ../nbs/10_simd.ipynb #ae92721a
+# %% ../nbs/10_simd.ipynb #21fd683e
 WORDS = 24
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
@@ -485,7 +485,7 @@ def _compile(f):
 @functools.cache
 def _say_that_it_compiles():
     "The first start takes a while: one line for whoever waits"
-    logging.getLogger("literate_engine").warning("compiling the CPU kernels for this machine: once per version, about ten seconds")
+    logging.getLogger("literate_engine").warning("compiling kernels for this machine; kept for later starts (a few seconds for each number format)")
 
 def op_address(name: str) -> int:
     "The address of an op's machine code; compiles it, or takes it from the cache, on first use."

@@ -38,6 +38,8 @@ def from_text(text, old=None):
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] not in ("in", "out"): sys.exit(__doc__)
     src, dst = map(Path, sys.argv[2:])
+    if not src.is_file(): sys.exit(f"{src}: no such file")
+    if sys.argv[1] == "in" and not MARK.search(src.read_text("utf-8")): sys.exit(f"{src}: no line `# %%` starts a cell, nothing written")
     if sys.argv[1] == "out": dst.write_text(to_text(nbformat.read(src, 4)), "utf-8")
     else:
         nb = from_text(src.read_text("utf-8"), nbformat.read(dst, 4) if dst.exists() else None)
