@@ -11,21 +11,25 @@ __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', '
            'tile_i32', 'tile_fma', 'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
            'tile_dot_i8', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs',
            'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier', 'cpu_op',
-           'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'run', 'worker', 'operand_word', 'run_op',
+           'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'operand_word', 'run', 'worker', 'run_op',
            'call_share']
 
-# %% ../nbs/10_simd.ipynb #ca066f83
+# %% ../nbs/10_simd.ipynb #08c58ad3
 import functools, inspect, logging, operator, os, sys
 import numpy as np, llvmlite.binding as llvm
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
+from numba.core.sigutils import normalize_signature
 from numba.core.datamodel import models
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, register_model
 from numba.np.arrayobj import populate_array
 
-from .native import FEATURES, ISA, ISAS, cached_jit, choose_isa, jit, own_name
+from .native import FEATURES, ISA, ISAS, choose_isa, jit, own_name
 
 # %% ../nbs/10_simd.ipynb #4abf496c
 I8, I16, I32, I64, F16, F32, F64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -455,7 +459,7 @@ def barrier(bar, n):
             if k > 2000: sched_yield(); k = 0
             else: cpu_pause()
 
-# %% ../nbs/10_simd.ipynb #21fd683e
+# %% ../nbs/10_simd.ipynb #2d4f79ad
 WORDS = 24
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
@@ -478,9 +482,18 @@ def _define(name, body, module):
     exec(compile(f"def {name}(tid, n, I, S): _{name}(tid, n, I, S)", module.get("__file__", "<op>"), "exec"), module)
     return module[name]
 
-def _compile(f):
+class _OpCache(FunctionCache):
+    "numba's cache, but reading from it does not load numba's whole type system first: machine code needs only the run time"
+    def load_overload(self, sig, target_context):
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors(): return self._load_overload(sig, target_context)
+
+def _compile(f, sig=SIG):
     "To machine code; from the cache, or into it, if f comes from a file."
-    return cfunc(SIG, cache=os.path.exists(f.__code__.co_filename), error_model="numpy")(f)
+    c = CFunc(f, normalize_signature(sig), locals={}, options={"error_model": "numpy"})
+    if os.path.exists(f.__code__.co_filename): c._cache = _OpCache(f)
+    c.compile()
+    return c
 
 @functools.cache
 def _say_that_it_compiles():
@@ -511,38 +524,53 @@ def columns(tid, n, N):
     g = (N + 15)//16
     return g*tid//n*16, g*(tid+1)//n*16
 
-# %% ../nbs/10_simd.ipynb #a8be8523
+# %% ../nbs/10_simd.ipynb #ec2d83b6
 @word(types.void)
 def call_op(b, f, tid, n, I, S):
     "Call the op at address f."
     ft = ir.FunctionType(ir.VoidType(), [I64, I64, I64.as_pointer(), I64.as_pointer()])
     b.call(b.inttoptr(f, ft.as_pointer()), [tid, n, b.inttoptr(I, I64.as_pointer()), b.inttoptr(S, I64.as_pointer())])
 
-@cached_jit
-def run(tid, n, prog, n_ins, S, bar):
-    "Run a program of n_ins instructions as thread tid of n. prog, S: addresses; bar: int64[16]."
+@jit
+def _walk(tid, n, prog, n_ins, S, bar):
     P, kind = i64_at(prog), i64_at(S)[2]
     for pc in range(n_ins):
         i = pc*WORDS
         call_op(P[i], tid, n, prog + i*8, S)
-        if n > 1 and P[i+1] >> kind & 1: barrier(bar, n)
+        if n > 1 and P[i+1] >> kind & 1: barrier(i64_at(bar), n)
 
-@cached_jit
-def worker(tid, n, C, bar, seen):
-    "Wait for steps and run them. Returns the last epoch seen, to sleep, or -1, to end."
-    k = 0
+def _run(tid, n, prog, n_ins, S, bar):
+    _walk(tid, n, prog, n_ins, S, bar)
+    return 0
+
+def _worker(tid, n, control, bar, seen, _):
+    C, k = i64_at(control), 0
     while k < 100_000:
         e = atomic_load(C, 0)
         if e == seen: k += 1; cpu_pause(); continue
         if C[1]: return -1
-        run(tid, n, C[2], C[3], C[4], bar); seen, k = e, 0
+        _walk(tid, n, C[2], C[3], C[4], bar)
+        seen, k = e, 0
     return seen
 
-# %% ../nbs/10_simd.ipynb #f4f4ea66
+# %% ../nbs/10_simd.ipynb #a1411c34
 def operand_word(a) -> int:
     "An operand as an int64 word: the address of an array, the bits of a float, or the integer itself."
     if isinstance(a, np.ndarray): return a.ctypes.data
     return int(np.float64(a).view(np.int64)) if isinstance(a, float) else int(a)
+
+@functools.cache
+def _entry(f):
+    "f as Python calls it: six int64 in, one out"
+    return _compile(f, types.int64(*[types.int64]*6))
+
+def run(tid, n, prog, n_ins, S, bar):
+    "Run a program of n_ins instructions as thread tid of n. prog, S: addresses; bar: int64[16]."
+    _entry(_run).ctypes(tid, n, prog, n_ins, S, operand_word(bar))
+
+def worker(tid, n, C, bar, seen) -> int:
+    "Wait for steps and run them. Returns the last epoch seen, to sleep, or -1, to end. C: int64[8], bar: int64[16]."
+    return _entry(_worker).ctypes(tid, n, operand_word(C), operand_word(bar), seen, 0)
 
 def run_op(
     name: str,           # a registered op
@@ -551,12 +579,11 @@ def run_op(
     tid: int = 0,        # run the share of this thread
     n: int = 1,          # of so many
 ):
-    "Run one op now, from Python: for tests, and for work outside a step such as packing weights."
+    "Run one op now, from Python, without barriers: for tests, and for work outside a step such as packing weights."
     I, S = np.zeros(WORDS, np.int64), np.array([rows, rows, 0, 1], np.int64)
     I[0], I[4:4+len(operands)] = op_address(name), [operand_word(a) for a in operands]
     call_share(tid, n, I.ctypes.data, S.ctypes.data)
 
-@cached_jit
 def call_share(tid, n, I, S):
-    "Call one op as thread tid of n, without a barrier. I, S: addresses."
-    call_op(i64_at(I)[0], tid, n, I, S)
+    "Run the one instruction at address I as thread tid of n, without barriers."
+    run(tid, n, I, 1, S, 0)
