@@ -6,7 +6,7 @@
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'attention_block', 'gated_mlp', 'plain_mlp', 'expert_mlp', 'norm', 'forward',
            'load_weights', 'destination', 'half_layout', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #e593b51c
+# %% ../nbs/31_model.ipynb #ba673ba7
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,11 +16,12 @@ import numpy as np
 from .config import ModelConfig
 from .gguf import GGUFFile
 from .kvcache import Batch, BlockPool, KVCache
+from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
 from .program import CpuWeights, LayerCache, Program, Recorder, ReferenceOps, Workers, layer_scratch_bytes, step_view
 from .quants import QuantTensor
 
-# %% ../nbs/31_model.ipynb #61940c06
+# %% ../nbs/31_model.ipynb #20c9e65c
 def attention_block(ops, layer, lw, h, batch, kv, eps):
     "Multi-head attention over the paged cache: [tokens, n_embd] -> [tokens, n_embd]"
     q, k, v = ops.linear(h, lw.attn_q, lw.attn_q_bias), ops.linear(h, lw.attn_k, lw.attn_k_bias), ops.linear(h, lw.attn_v, lw.attn_v_bias)
@@ -41,7 +42,7 @@ def plain_mlp(ops, layer, lw, h):
 def expert_mlp(ops, layer, lw, h):
     "Each token's few experts, and the shared part that every token visits"
     router = layer.router
-    choices = ops.route(ops.linear(h, lw.ffn_gate_inp, lw.ffn_gate_inp_bias), router, lw.exp_probs_b_bias)
+    choices = ops.route(ops.linear(h, lw.ffn_gate_inp, lw.ffn_gate_inp_bias), router, lw.exp_probs_b_bias, lw.routes)
     gate = ops.experts(h, lw.ffn_gate_exps, choices, router, lw.ffn_gate_exps_bias)
     up = ops.experts(h, lw.ffn_up_exps, choices, router, lw.ffn_up_exps_bias)
     h2 = ops.expert_act(layer.act, gate, up, layer.n_ff, choices, router)
@@ -76,8 +77,8 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #880a795d
-OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias", "rope_freqs", "attn_sinks",
+# %% ../nbs/31_model.ipynb #e4635c9f
+OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias", "rope_freqs", "attn_sinks", "routes",
             "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias")
 
 def load_weights(file: GGUFFile, config: ModelConfig, ops, num_threads: int = 1, progress=None):
@@ -134,15 +135,15 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #548fb77c
+# %% ../nbs/31_model.ipynb #0af93cff
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
-                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, progress=None):
+                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, progress=None):
         if activations == "float32" or device == "ref": kv_type = "f32"
         self.device, self.activations, self.kv_type, self.max_model_len = device, activations, kv_type, max_model_len
-        self.max_num_out = max_num_seqs
+        self.max_num_out, self.trace = max_num_seqs, trace
         blocks_per_seq = -(-max_model_len//kv_block_size)
         self.file = GGUFFile(path)
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base, yarn_truncate)
@@ -157,11 +158,13 @@ class Model:
     def _load_ref(self):
         self.ops, self.notes = ReferenceOps(self.max_model_len), []
         self.weights = load_weights(self.file, self.config, self.ops)
+        self._open_trace()
 
     def _load_cpu(self, num_threads, progress):
         packed = CpuWeights()
         self.weights = load_weights(self.file, self.config, packed, num_threads, progress)
         self.file.close()                                                         # every byte that is needed has been packed
+        self._open_trace()
         self.notes, self.weight_bytes = list(packed.notes.values()), packed.nbytes
         self.workers, recorder = Workers(num_threads), Recorder(self.max_model_len, self.activations)
         scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids)) for l in self.config.layers)
@@ -171,8 +174,16 @@ class Model:
     def forward(self, batch: Batch) -> np.ndarray: # [num_out, n_vocab] float32, valid until the next step
         "Run one step: store its tokens' K and V, return the logits of the rows it asks for"
         assert batch is self.batch, "a program is bound to its model's batch: fill model.batch"
-        if self.device == "ref": return forward(self.ops, self.config, self.weights, step_view(batch), self.layer_caches)
-        return self.program.run()
+        if self.device == "ref": logits = forward(self.ops, self.config, self.weights, step_view(batch), self.layer_caches)
+        else: logits = self.program.run()
+        for i, r, routes in self.routes: self.trace.add(i, *choices_of(routes[:batch.num_tokens], r.n_expert_used), batch.positions[:batch.num_tokens])
+        return logits
+
+    def _open_trace(self):
+        "Rows into which each mixture layer copies its choices, if somebody wants a trace"
+        mixtures = [(i, l.router) for i, l in enumerate(self.config.layers) if l.router and self.trace is not None]
+        self.routes = [(i, r, np.zeros((len(self.batch.token_ids), choice_width(r.n_expert_used)), np.float32)) for i, r in mixtures]
+        for i, _, routes in self.routes: self.weights.layers[i].routes = routes
 
     def close(self):
         "Stop the threads and give the memory back"

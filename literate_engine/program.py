@@ -24,7 +24,7 @@ from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms
 from .quants import QuantTensor
 from .simd import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #107f74b7
+# %% ../nbs/30_program.ipynb #50f7a6a1
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache"
@@ -69,7 +69,10 @@ class ReferenceOps:
     def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
     def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.k, kv.v, batch, layer, sinks)
 
-def _route(self, logits, router, exp_probs_b=None): return choice_rows(*route_ref(logits, router, exp_probs_b))
+def _route(self, logits, router, exp_probs_b=None, routes=None):
+    choices = choice_rows(*route_ref(logits, router, exp_probs_b))
+    if routes is not None: routes[:len(choices)] = choices                 # for whoever wants to know, after the step
+    return choices
 
 def _experts(self, x, w, choices, router, bias=None, per_pair=False):
     if per_pair: x = x.reshape(len(x), router.n_expert_used, -1)[:, :, :w.k]
@@ -193,9 +196,9 @@ def _attention(self, q, kv, batch, layer, sinks=None):
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
-# %% ../nbs/30_program.ipynb #48c15c41
-def _record_route(self, logits, router, exp_probs_b=None):
-    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b)]
+# %% ../nbs/30_program.ipynb #7e4e1977
+def _record_route(self, logits, router, exp_probs_b=None, routes=None):
+    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, trace=routes)]
     return self.emit("route", Value(choice_width(router.n_expert_used), logits.rows, "rows"), [logits, *operands, "scratch", "scratch_bytes"], [(logits, "rows", False)])
 
 def _record_experts(self, x, w, choices, router, bias=None, per_pair=False):
