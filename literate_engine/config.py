@@ -60,7 +60,7 @@ class RouterSpec:
         open = self.n_expert//self.n_group*self.n_group_used
         if self.n_expert_used > open: raise ValueError(f"n_expert_used is {self.n_expert_used}: the {self.n_group_used} groups kept hold only {open} experts")
 
-# %% ../nbs/05_config.ipynb #878d8e4e
+# %% ../nbs/05_config.ipynb #bed88e05
 @dataclass(frozen=True)
 class LayerSpec:
     "Everything the forward pass must know about one layer, beyond its weights."
@@ -75,7 +75,7 @@ class LayerSpec:
     attn_scale: float = 1.0           # q.k is multiplied by this
     softcap: float = 0.0              # c > 0: scores become c * tanh(scores / c)
     biases: tuple[str, ...] = ()      # weights of the layer that come with a bias
-    qk_norm: str | None = None        # RMS norm of q and k before the rotation: "head" = over each head, "row" = over all heads together, "unit" = "head" without weights
+    qk_norm: str | None = None        # RMS norm of q and k before the rotation: "head" over each head, "row" over all, "unit" over each, no weights
     sinks: bool = False               # each head has one more score in its softmax, which brings no value
     pre_norms: bool = True            # RMS norms before attention and before the feed-forward part
     post_norms: bool = False          # RMS norms also after attention and after the feed-forward part, before the residual sums
@@ -218,7 +218,7 @@ class Architecture:
     rope_base: float = 10000.0        # where the file has no rope.freq_base
     wide_scale: frozenset = frozenset()   # block_counts whose attention scale comes from n_embd / n_head in place of the key width
 
-# %% ../nbs/05_config.ipynb #cf0026c8
+# %% ../nbs/05_config.ipynb #f690f374
 QKV = ("attn_q", "attn_k", "attn_v")
 ARCHITECTURES = {
     "llama": Architecture(rope_layout="adjacent"),
@@ -235,7 +235,8 @@ ARCHITECTURES = {
     "olmoe": Architecture(rope_layout="half", qk_norm="row"),
     "minimax-m2": Architecture(rope_layout="half", qk_norm="row"),
     "glm4moe": Architecture(rope_layout="half", biases=QKV, qk_norm="head", qk_norm_maybe=True, ffn_norm="post_attention_norm"),
-    "gpt-oss": Architecture(rope_layout="half", act="swiglu_oai", sinks=True, ffn_norm="post_attention_norm", global_every=2, swa_stretched=True, yarn_truncate=False,
+    "gpt-oss": Architecture(rope_layout="half", act="swiglu_oai", sinks=True, ffn_norm="post_attention_norm", global_every=2,
+                            swa_stretched=True, yarn_truncate=False,
                             biases=(*QKV, "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
     "llama4": Architecture(rope_layout="adjacent", qk_norm="unit", no_qk_norm=frozenset({128}), rotate_all_but=4, n_shared=1, n_ctx_most=8192),   # beyond: chunks
     "seed_oss": Architecture(rope_layout="half", biases=QKV, ffn_norm="post_attention_norm"),

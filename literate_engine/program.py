@@ -196,10 +196,11 @@ def _attention(self, q, kv, batch, layer, sinks=None):
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
-# %% ../nbs/30_program.ipynb #7e4e1977
+# %% ../nbs/30_program.ipynb #08b494b8
 def _record_route(self, logits, router, exp_probs_b=None, routes=None):
     operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, trace=routes)]
-    return self.emit("route", Value(choice_width(router.n_expert_used), logits.rows, "rows"), [logits, *operands, "scratch", "scratch_bytes"], [(logits, "rows", False)])
+    out = Value(choice_width(router.n_expert_used), logits.rows, "rows")
+    return self.emit("route", out, [logits, *operands, "scratch", "scratch_bytes"], [(logits, "rows", False)])
 
 def _record_experts(self, x, w, choices, router, bias=None, per_pair=False):
     name, act, used = w.format.name, w.format.act, router.n_expert_used
