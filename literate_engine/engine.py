@@ -33,7 +33,7 @@ from .sampling import Sampler, SamplingParams, logprobs
 from .scheduler import Request, Scheduler
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer
 
-# %% ../nbs/43_engine.ipynb #81ebbce8
+# %% ../nbs/43_engine.ipynb #373ee043
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
@@ -50,7 +50,7 @@ class EngineConfig:
     kv_memory: int | None = None          # bytes for the cache
     enable_prefix_caching: bool = False
     rope_freq_base: float | None = None   # overrides the file's; None or 0 = the file's
-    yarn_truncate: bool | None = None
+    yarn_truncate: bool | None = None     # round the ends of YaRN's ramp; None = what the architecture's table says
     seed: int | None = None               # makes requests without a seed of their own repeatable
 
     def __post_init__(self):
@@ -65,7 +65,7 @@ class EngineConfig:
 # %% ../nbs/43_engine.ipynb #074636df
 _CHOICES = {"device": (("auto", "cpu", "ref"), ("cuda",)), "activations": (("int8", "float32"), ()), "kv_type": ((None, "f16", "f32"), ("q8_0", "q4_0")),
             "kv_type_v": ((None, "f16", "f32"), ("q8_0", "q4_0")), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((False,), (True,)),
-            "yarn_truncate": ((None,), (True, False))}
+            "yarn_truncate": ((None, True, False), ())}
 _RANGES = {"num_threads": (1, max(8, os.cpu_count() or 1)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
            "max_num_waiting": (0, 10**6), "kv_memory": (1, 2**50), "seed": (0, 2**63 - 1)}
 
@@ -425,17 +425,17 @@ def choices(params: SamplingParams) -> list[SamplingParams]:
     "n = 1 parameters for each of the n continuations: a given seed counts up."
     return [replace(params, n=1, seed=None if params.seed is None else params.seed + i) for i in range(params.n)]
 
-# %% ../nbs/43_engine.ipynb #e4f38921
+# %% ../nbs/43_engine.ipynb #8a067970
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
     "Open a model file and load it as configured."
     from literate_engine.model import Model
     file = GGUFFile(path)
-    model_config = ModelConfig.from_gguf(file, config.rope_freq_base)
+    model_config = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
     config = resolve(config, model_config)
     as_configured = {k: getattr(config, k) for k in ("device", "activations", "kv_type", "num_threads", "max_model_len", "max_num_batched_tokens",
-                                                     "kv_block_size", "rope_freq_base")}
+                                                     "kv_block_size", "rope_freq_base", "yarn_truncate")}
     with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
         tokenizer = aside.submit(Tokenizer.from_gguf, file)
         model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,

@@ -85,7 +85,7 @@ def adjacent_to_half(n_head: int, head_dim: int, rope_dim: int) -> np.ndarray: #
     one = np.concatenate([np.arange(0, rope_dim, 2), np.arange(1, rope_dim, 2), np.arange(rope_dim, head_dim)])
     return (np.arange(n_head)[:, None]*head_dim + one).reshape(-1)
 
-# %% ../nbs/15_ops.ipynb #778b3827
+# %% ../nbs/15_ops.ipynb #e85ed38d
 def rope_table(spec, # RopeSpec: dim, base, scaling "none" | "linear" | "yarn" and its numbers
                n: int, # positions
                freq_factors: np.ndarray | None = None) -> np.ndarray: # [dim/2] divisors of the frequencies
@@ -100,7 +100,9 @@ def rope_table(spec, # RopeSpec: dim, base, scaling "none" | "linear" | "yarn" a
 def yarn_frequencies(spec, freqs: np.ndarray) -> np.ndarray: # [dim/2] -> [dim/2] float64
     "Frequencies stretched as YaRN does it: fast pairs stay, slow pairs are divided by the factor, with a ramp between (Peng et al. 2023)"
     pair = lambda turns: spec.dim*np.log(spec.n_ctx_orig/(turns*2*np.pi))/(2*np.log(spec.base))      # the pair that turns so often within n_ctx_orig
-    low, high = max(np.floor(pair(spec.beta_fast)), 0), min(np.ceil(pair(spec.beta_slow)), spec.dim - 1)
+    low, high = pair(spec.beta_fast), pair(spec.beta_slow)
+    if spec.truncate: low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
     ramp = np.clip((np.arange(len(freqs)) - low)/max(high - low, 1e-3), 0, 1)
     return freqs*(1 - ramp) + freqs/spec.factor*ramp
 

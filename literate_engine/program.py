@@ -4,24 +4,27 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction', 'CpuMatrix',
-           'Recorder', 'aligned', 'Vector', 'CpuWeights', 'allocate', 'barriers', 'Workers', 'Program', 'Tape',
-           'lockstep', 'profile']
+           'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'CpuWeights', 'allocate', 'barriers', 'Workers',
+           'Program', 'Tape', 'lockstep', 'profile']
 
-# %% ../nbs/30_program.ipynb #6771eb2a
+# %% ../nbs/30_program.ipynb #06daec4c
+import math
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
-from .attention import attention_ref
+from .attention import attention_ref, attention_scratch_bytes
 from .kvcache import KVCache
 from .linear_cpu import LINEAR_FORMATS, act_bytes, pad16
-from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, rms_norm_ref, rope_ref, rope_table, softcap_ref
+from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
+    pack_experts, route_operands, route_ref, route_scratch_bytes)
+from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref
 from .quants import QuantTensor
 from .simd import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #488de990
+# %% ../nbs/30_program.ipynb #50f7a6a1
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache"
@@ -40,8 +43,8 @@ def step_view(batch) -> SimpleNamespace:
                            block_table=batch.block_table[:s], num_tokens=t, num_seqs=s, num_out=batch.num_out)
 
 class RefMatrix:
-    "A weight [n, k]: the file's blocks, and their float32 values once somebody asks"
-    def __init__(self, tensor: QuantTensor): self.tensor, (self.n, self.k), self._values = tensor, tensor.shape, None
+    "A weight [n, k], or one for each expert [n_expert, n, k]: the file's blocks, and their float32 values once somebody asks"
+    def __init__(self, tensor: QuantTensor): self.tensor, (self.n, self.k), self._values = tensor, tensor.shape[-2:], None
     def values(self) -> np.ndarray:
         if self._values is None: self._values = self.tensor.dequantize()
         return self._values
@@ -65,6 +68,32 @@ class ReferenceOps:
         return rope_ref(x, positions, shared_table(self, spec, freq_factors), head_dim)
     def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
     def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.k, kv.v, batch, layer, sinks)
+
+def _route(self, logits, router, exp_probs_b=None, routes=None):
+    choices = choice_rows(*route_ref(logits, router, exp_probs_b))
+    if routes is not None: routes[:len(choices)] = choices                 # for whoever wants to know, after the step
+    return choices
+
+def _experts(self, x, w, choices, router, bias=None, per_pair=False):
+    if per_pair: x = x.reshape(len(x), router.n_expert_used, -1)[:, :, :w.k]
+    y = expert_products_ref(x, w.values(), choices_of(choices, router.n_expert_used)[0], bias)
+    return padded_rows(y.reshape(-1, w.n)).reshape(len(x), -1)
+
+def _expert_act(self, act, gate, up, n_ff, choices, router):
+    if router.scale_input: gate, up = (self.gate_pairs(v, choices, router) for v in (gate, up))
+    return expert_act_ref(act, gate, up)
+
+def _combine_experts(self, x, choices, n, router):
+    if not router.scale_input: x = self.gate_pairs(x, choices, router)
+    return x.reshape(len(x), router.n_expert_used, -1).sum(1)[:, :n]
+
+def _gate_pairs(self, x, choices, router):
+    pairs = x.reshape(len(x), router.n_expert_used, -1)
+    return (pairs*choices_of(choices, router.n_expert_used)[1][:, :, None]).reshape(x.shape)
+
+def _gate_rows(self, x, g): return x/(1 + np.exp(-g))
+
+for f in (_route, _experts, _expert_act, _combine_experts, _gate_pairs, _gate_rows): setattr(ReferenceOps, f.__name__[1:], f)
 
 def shared_table(ops, spec, freq_factors):
     "The cosines and sines of a RopeSpec, made once per namespace"
@@ -167,7 +196,37 @@ def _attention(self, q, kv, batch, layer, sinks=None):
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
-# %% ../nbs/30_program.ipynb #5af32daa
+# %% ../nbs/30_program.ipynb #08b494b8
+def _record_route(self, logits, router, exp_probs_b=None, routes=None):
+    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, trace=routes)]
+    out = Value(choice_width(router.n_expert_used), logits.rows, "rows")
+    return self.emit("route", out, [logits, *operands, "scratch", "scratch_bytes"], [(logits, "rows", False)])
+
+def _record_experts(self, x, w, choices, router, bias=None, per_pair=False):
+    name, act, used = w.format.name, w.format.act, router.n_expert_used
+    if self.exact: name += "_f32"
+    elif act != "F32" and not per_pair: x = _quantized(self, x, act)
+    elif act != "F32":
+        records = Value(used*act_bytes(act, w.k)//4, x.rows, "rows")                         # counted in float32 words
+        x = self.emit(f"quantize_experts_{act}", records, [x, w.k, used], [(x, "rows", False)], source=False)
+    operands = [x, w.data, w.k, w.n, choices, w.n_expert, used, int(per_pair), 0 if bias is None else bias, "scratch", "scratch_bytes"]
+    return self.emit(f"experts_{name}", Value(used*pad16(w.n), x.rows, "items"), operands, [(x, "all", False), (choices, "all", False)])
+
+def _record_expert_act(self, act, gate, up, n_ff, choices, router):
+    operands = [gate, up, n_ff, EXPERT_ACTS[act], router.n_expert_used, choices if router.scale_input else 0]
+    access = [(gate, "columns", False), (up, "columns", False)] + [(choices, "all", False)]*router.scale_input
+    return self.emit("expert_act", Value(up.width, up.rows, "columns"), operands, access)
+
+def _record_combine_experts(self, x, choices, n, router):
+    operands = [x, choices, n, router.n_expert_used, int(not router.scale_input)]
+    return self.emit("combine_experts", Value(n, x.rows, "columns"), operands, [(x, "all", False), (choices, "all", False)])
+
+def _record_gate_rows(self, x, g):
+    return self.emit("gate_rows", Value(x.width, x.rows, "columns"), [x, g, x.width], [(x, "columns", False), (g, "all", False)])
+
+for f in (_record_route, _record_experts, _record_expert_act, _record_combine_experts, _record_gate_rows): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
+
+# %% ../nbs/30_program.ipynb #2bb707c0
 def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple of 64
     "Zeroed memory at a cache line's start"
     a = np.zeros(nbytes + 64, np.uint8)
@@ -177,6 +236,14 @@ def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple o
 class Vector(np.ndarray):
     "float32 weights padded to whole vectors of 16; `group` is their true length"
     group = 0
+    def __array_finalize__(self, other): self.group = getattr(other, "group", 0)
+
+def layer_scratch_bytes(layer, n_embd: int, num_tokens: int) -> int:
+    "Scratch that the ops of a layer want for each thread, in steps of up to num_tokens"
+    r, need = layer.router, attention_scratch_bytes(layer.head_dim_k, layer.head_dim_v)
+    if r is None: return need
+    rows = 4*pad16(max(n_embd, layer.n_ff))                                                 # bytes of the widest activations
+    return max(need, route_scratch_bytes(r.n_expert), experts_scratch_bytes(num_tokens, r.n_expert, r.n_expert_used, rows))
 
 class CpuWeights:
     "Places packed matrices in large aligned buffers"
@@ -189,23 +256,26 @@ class CpuWeights:
         self.nbytes += nbytes
         return a
     def reserve(self, tensor: QuantTensor):
-        "Space for a matrix, and a function that packs it there (call it from any thread)"
-        n, k = tensor.shape
+        "Space for a matrix, or for one of each expert, and a function that packs there (call it from any thread)"
+        *n_expert, n, k = tensor.shape
         name = tensor.type.name
         if name not in LINEAR_FORMATS: self.notes[name] = f"{name} has no CPU kernel: its matrices are held as F32"
         f = LINEAR_FORMATS.get(name, LINEAR_FORMATS["F32"])
-        data = self._take(f.packed_bytes(n, k))
+        data = self._take(f.packed_bytes(n, k)*math.prod(n_expert))
         def pack():
-            f.pack(tensor.raw if name in LINEAR_FORMATS else tensor.dequantize(), n, k, data)
-        return CpuMatrix(f, data, n, k), pack
+            raw = tensor.raw if name in LINEAR_FORMATS else tensor.dequantize()
+            if n_expert: pack_experts(raw, f.name, *n_expert, n, k, data)
+            else: f.pack(raw, n, k, data)
+        return ExpertMatrix(f, data, *n_expert, n, k) if n_expert else CpuMatrix(f, data, n, k), pack
     def matrix(self, tensor):
         m, pack = self.reserve(tensor)
         pack()
         return m
     def vector(self, values):
-        v = np.zeros(pad16(len(values)), np.float32).view(Vector)
-        v[:len(values)], v.group = values, len(values)
-        return v
+        "Padded weights of one row, or of several ([rows, n] -> [rows, pad16(n)])"
+        v = padded_rows(np.atleast_2d(values)).view(Vector)
+        v.group = np.shape(values)[-1]
+        return v if np.ndim(values) == 2 else v[0]
 
 # %% ../nbs/30_program.ipynb #5b7e5ab2
 def allocate(code: list[Instruction], rows: dict[str, int], keep: Value) -> list[int]:
@@ -332,14 +402,14 @@ def _listing(self, n: int | None = None) -> str:
     return "\n".join(f"{k:4} {bars(m)} {i.op:16} " + ", ".join(map(name, i.operands)) for k, (i, m) in enumerate(zip(self.code[:n], self.masks)))
 Program.listing = _listing
 
-# %% ../nbs/30_program.ipynb #12a556c3
+# %% ../nbs/30_program.ipynb #4a92f188
 class Tape:
     "Wraps a namespace of ops and keeps (name, result) of every call"
     def __init__(self, ops): self.ops, self.seen = ops, []
     def __getattr__(self, name):
         f = getattr(self.ops, name)
-        def call(*args):
-            r = f(*args)
+        def call(*args, **kwargs):
+            r = f(*args, **kwargs)
             self.seen.append((name, r))
             return r
         return call

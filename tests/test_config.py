@@ -104,8 +104,36 @@ def test_rows_and_tokens(load):                                                 
 def test_keys_that_contradict_each_other(load, base, changes, words): refused(load, *words, base=base, changes=changes)
 
 
-def test_experts_are_refused_by_name(load):
-    refused(load, "llama.expert_count is 8", "not supported yet", changes={"llama.expert_count": 8, "llama.expert_used_count": 2})
+MOE = {"llama.expert_count": 4, "llama.expert_used_count": 2, "llama.expert_feed_forward_length": 16}
+
+
+def mixture(i, n_expert=4, n_ff=16, n_embd=32):
+    t = {k: v for k, v in layer(i).items() if "ffn_" not in k or "norm" in k} | {f"blk.{i}.ffn_gate_inp.weight": zeros(n_expert, n_embd)}
+    return t | {f"blk.{i}.ffn_{k}_exps.weight": zeros(n_expert, *((n_embd, n_ff) if k == "down" else (n_ff, n_embd))) for k in ("gate", "up", "down")}
+
+
+def test_experts(load):
+    c = load(changes=MOE, tensors_={k: v for k, v in tensors().items() if "blk." not in k} | mixture(0) | mixture(1))
+    assert [(s.ffn, s.n_ff, s.router.n_expert, s.router.renormalise) for s in c.layers] == [("moe", 16, 4, True)]*2
+    some = {k: v for k, v in tensors().items() if "blk.1" not in k} | mixture(1)
+    assert [s.ffn for s in load(changes=MOE | {"llama.leading_dense_block_count": 1}, tensors_=some).layers] == ["dense", "moe"]
+    assert [s.ffn for s in load(changes=MOE | {"llama.interleave_moe_layer_step": 2}, tensors_=some).layers] == ["dense", "moe"]
+    refused(load, "blk.0.ffn_gate_exps.weight is missing", "(4, 16, 32)", changes=MOE)
+    refused(load, "llama.expert_gating_func is 9", changes=MOE | {"llama.expert_gating_func": 9})
+    refused(load, "n_group is 3", changes=MOE | {"llama.expert_group_count": 3})
+
+
+def test_blocks_that_predict_further_tokens_are_not_used(load):
+    c = load(changes={"llama.nextn_predict_layers": 1})
+    assert c.n_layer == 1 and c.n_extra == 1 and "blk.1.attn_q.weight" not in c.tensors() and "not used" in c.notes[-1]
+    load(changes={"llama.nextn_predict_layers": 1}, tensors_=tensors() | {"blk.1.nextn.eh_proj.weight": zeros(32, 64)})
+    refused(load, "blk.0.nextn", changes={"llama.nextn_predict_layers": 1}, tensors_=tensors() | {"blk.0.nextn.eh_proj.weight": zeros(32, 64)})
+    refused(load, "llama.nextn_predict_layers is 2", changes={"llama.nextn_predict_layers": 2})
+
+
+def test_the_ramp_of_yarn_is_rounded_as_the_architecture_says_or_as_one_wishes(load):
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    assert load(changes=yarn).layers[0].rope.truncate and not load(changes=yarn, yarn_truncate=False).layers[0].rope.truncate
 
 
 def test_tensors_missing_cut_or_unknown(load):
