@@ -77,13 +77,14 @@ def serve(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
 
-# %% ../nbs/61_cli.ipynb #8a2336fc
+# %% ../nbs/61_cli.ipynb #436f0a0e
 def _llm(model: str, **options):
     "The engine with a model loaded."
-    from literate_engine.core import find_model
+    from literate_engine.core import find_model, without_gc
     path = find_model(model)
-    from literate_engine.engine import LLM
-    return LLM(path, **_given(**options))
+    with without_gc():
+        from literate_engine.engine import LLM
+        return LLM(path, **_given(**options))
 
 def _text(argument: str) -> str:
     "The argument itself, or standard input for '-'."

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['TOL', 'MODELS', 'DEFAULT_MODEL', 'in_checkout', 'cache_dir', 'data_dir', 'models_dir', 'rel_err', 'assert_close',
-           'bench', 'ratio', 'num_cores', 'machine', 'save_bench', 'load_bench', 'peak_bandwidth', 'KnownModel',
-           'FetchError', 'model_path', 'pull', 'find_model']
+           'bench', 'ratio', 'without_gc', 'num_cores', 'machine', 'save_bench', 'load_bench', 'peak_bandwidth',
+           'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
 
-# %% ../nbs/00_core.ipynb #f0fbb87b
+# %% ../nbs/00_core.ipynb #c6833c50
 import contextlib
 import datetime
+import gc
 import hashlib
 import json
 import os
@@ -104,6 +105,16 @@ def ratio(
     assert len(a) == len(b) and a, f"{len(a)} and {len(b)} rounds do not pair"
     r = [x / y for x, y in zip(a, b)]
     return statistics.median(r), min(r), max(r)
+
+# %% ../nbs/00_core.ipynb #c2ddb566
+@contextlib.contextmanager
+def without_gc():
+    "No garbage collection inside: loading makes many objects that stay, and looking for garbage among them finds none."
+    was = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was: gc.enable()
 
 # %% ../nbs/00_core.ipynb #85c7f624
 def num_cores() -> int:

@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'EngineConfig', 'resolve', 'S
            'EngineCore', 'ScriptedModel', 'EngineFull', 'Loaded', 'Engine', 'choices', 'load_model', 'TokenLogprob',
            'RequestOutput', 'LLM']
 
-# %% ../nbs/43_engine.ipynb #b8ff6dd4
+# %% ../nbs/43_engine.ipynb #4d39c597
 import logging
 import os
 import queue
@@ -26,7 +26,7 @@ import numpy as np
 
 from .chat import ChatTemplate
 from .config import ModelConfig
-from .core import find_model, num_cores
+from .core import find_model, num_cores, without_gc
 from .gguf import GGUFFile
 from .kvcache import BLOCK_SIZE, Batch, BlockPool, blocks_needed, kv_bytes_per_block
 from .sampling import Sampler, SamplingParams, logprobs
@@ -62,7 +62,7 @@ class EngineConfig:
             raise ValueError(f"kv_type_v is {self.kv_type_v!r} and kv_type {self.kv_type!r}: different types are not supported yet")
         if self.activations == "float32" and self.kv_type == "f16": raise ValueError("kv_type is 'f16': activations 'float32', the exact mode, needs 'f32'")
 
-# %% ../nbs/43_engine.ipynb #074636df
+# %% ../nbs/43_engine.ipynb #4254a916
 _CHOICES = {"device": (("auto", "cpu", "ref"), ("cuda",)), "activations": (("int8", "float32"), ()), "kv_type": ((None, "f16", "f32"), ("q8_0", "q4_0")),
             "kv_type_v": ((None, "f16", "f32"), ("q8_0", "q4_0")), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((False,), (True,)),
             "yarn_truncate": ((None, True, False), ())}
@@ -425,9 +425,10 @@ def choices(params: SamplingParams) -> list[SamplingParams]:
     "n = 1 parameters for each of the n continuations: a given seed counts up."
     return [replace(params, n=1, seed=None if params.seed is None else params.seed + i) for i in range(params.n)]
 
-# %% ../nbs/43_engine.ipynb #8a067970
+# %% ../nbs/43_engine.ipynb #45d7674b
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
+@without_gc()
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
     "Open a model file and load it as configured."
     from literate_engine.model import Model
