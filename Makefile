@@ -46,7 +46,7 @@ lab: $(VENV)/.dev
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) nbs
 
 # the cells marked `bench` of every chapter, then the end-to-end comparison with llama.cpp
-bench: $(VENV)/.dev
+bench: models
 	NB_FLAGS=bench $(NB) -j 1
 	$(BIN)/literate-engine bench decode $(MODEL) --peer llama.cpp
 	$(BIN)/literate-engine bench prefill $(MODEL) --peer llama.cpp
