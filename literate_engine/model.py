@@ -6,7 +6,7 @@
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'attention_block', 'gated_mlp', 'plain_mlp', 'expert_mlp', 'norm', 'forward',
            'load_weights', 'destination', 'half_layout', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #ba673ba7
+# %% ../nbs/31_model.ipynb #dc5085e8
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -18,8 +18,10 @@ from .gguf import GGUFFile
 from .kvcache import Batch, BlockPool, KVCache
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
-from .program import CpuWeights, LayerCache, Program, Recorder, ReferenceOps, Workers, layer_scratch_bytes, step_view
+from .program import Program, Workers
+from .recorder import CpuWeights, LayerCache, Recorder, ReferenceOps, layer_scratch_bytes, step_view
 from .quants import QuantTensor
+from .simd import compile_ops
 
 # %% ../nbs/31_model.ipynb #20c9e65c
 def attention_block(ops, layer, lw, h, batch, kv, eps):
@@ -77,12 +79,12 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #d0b7cef9
+# %% ../nbs/31_model.ipynb #1d109dd8
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias")
 
-def load_weights(file: GGUFFile, config: ModelConfig, ops, num_threads: int = 1, progress=None):
-    "The file's tensors as `ops` computes with them: .token_embd, .output_norm, .output, .layers[i].attn_q ..."
+def load_weights(file: GGUFFile, config: ModelConfig, ops):
+    "(weights, jobs): the file's tensors as `ops` computes with them, .token_embd, .output_norm, .output, .layers[i].attn_q ..., and functions that pack the matrices"
     jobs, top = [], SimpleNamespace(output_norm_bias=None, layers=[SimpleNamespace(**dict.fromkeys(OPTIONAL)) for _ in config.layers])
     needs = config.tensors()
     for name in file.tensors:
@@ -97,12 +99,11 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops, num_threads: int = 1,
             jobs.append(pack)
         else: matrix = ops.matrix(tensor)
         setattr(place, key, matrix)
-    run_jobs(jobs, num_threads, progress)
     for layer, lw in zip(config.layers, top.layers):
         if layer.qk_norm == "unit": lw.attn_q_norm = lw.attn_k_norm = ops.vector(np.ones(layer.head_dim_k, np.float32))
     if "rope_freqs.weight" in file.tensors: share_rope_factors(file, config, top)
     if not hasattr(top, "output"): top.output = top.token_embd
-    return top
+    return top, jobs
 
 def destination(name: str, top, config: ModelConfig):
     "(namespace, attribute, layer spec) of a tensor; (None, None, None) for what the forward does not use"
@@ -135,7 +136,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #0af93cff
+# %% ../nbs/31_model.ipynb #8982bbac
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
@@ -157,18 +158,21 @@ class Model:
 
     def _load_ref(self):
         self.ops, self.notes = ReferenceOps(self.max_model_len), []
-        self.weights = load_weights(self.file, self.config, self.ops)
+        self.weights, _ = load_weights(self.file, self.config, self.ops)
         self._open_trace()
 
     def _load_cpu(self, num_threads, progress):
         packed = CpuWeights()
-        self.weights = load_weights(self.file, self.config, packed, num_threads, progress)
-        self.file.close()                                                         # every byte that is needed has been packed
-        self._open_trace()
+        self.weights, jobs = load_weights(self.file, self.config, packed)
         self.notes, self.weight_bytes = list(packed.notes.values()), packed.nbytes
-        self.workers, recorder = Workers(num_threads), Recorder(self.max_model_len, self.activations)
-        scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids)) for l in self.config.layers)
+        self._open_trace()
+        recorder = Recorder(self.max_model_len, self.activations)
         logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
+        compile_ops([*packed.ops, *(i.op for i in recorder.code)])
+        run_jobs(jobs, num_threads, progress)
+        self.file.close()                                                         # every byte that is needed has been packed
+        self.workers = Workers(num_threads)
+        scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids)) for l in self.config.layers)
         self.program = Program(recorder, logits, self.batch, self.workers, self.max_num_out, scratch)
 
     def forward(self, batch: Batch) -> np.ndarray: # [num_out, n_vocab] float32, valid until the next step

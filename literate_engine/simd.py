@@ -11,11 +11,11 @@ __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', '
            'tile_i32', 'tile_fma', 'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
            'tile_dot_i8', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs',
            'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier', 'cpu_op',
-           'named', 'op_address', 'op_rows', 'own_row', 'columns', 'call_op', 'operand_word', 'run', 'worker', 'run_op',
-           'call_share']
+           'named', 'op_address', 'compile_ops', 'op_rows', 'own_row', 'columns', 'call_op', 'operand_word', 'run',
+           'worker', 'run_op', 'call_share']
 
-# %% ../nbs/10_simd.ipynb #08c58ad3
-import functools, inspect, logging, operator, os, sys
+# %% ../nbs/10_simd.ipynb #acb4cd0e
+import collections, contextlib, functools, importlib, inspect, logging, operator, os, subprocess, sys, threading
 import numpy as np, llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
@@ -29,6 +29,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, register_model
 from numba.np.arrayobj import populate_array
 
+from .core import num_cores
 from .native import FEATURES, ISA, ISAS, choose_isa, jit, own_name
 
 # %% ../nbs/10_simd.ipynb #4abf496c
@@ -459,7 +460,7 @@ def barrier(bar, n):
             if k > 2000: sched_yield(); k = 0
             else: cpu_pause()
 
-# %% ../nbs/10_simd.ipynb #2d4f79ad
+# %% ../nbs/10_simd.ipynb #f057d697
 WORDS = 24
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
@@ -487,11 +488,18 @@ class _OpCache(FunctionCache):
     def load_overload(self, sig, target_context):
         rtsys.initialize(target_context)
         with self._guard_against_spurious_io_errors(): return self._load_overload(sig, target_context)
+    def holds(self, sig, target_context) -> bool:
+        return self._index_key(sig, target_context.codegen()) in self._cache_file._load_index()
 
-def _compile(f, sig=SIG):
-    "To machine code; from the cache, or into it, if f comes from a file."
+def _new(f, sig=SIG) -> CFunc:
+    "f, not yet compiled; with a cache, if f comes from a file"
     c = CFunc(f, normalize_signature(sig), locals={}, options={"error_model": "numpy"})
     if os.path.exists(f.__code__.co_filename): c._cache = _OpCache(f)
+    return c
+
+def _compile(f, sig=SIG):
+    "To machine code; from the cache, or into it."
+    c = _new(f, sig)
     c.compile()
     return c
 
@@ -500,14 +508,61 @@ def _say_that_it_compiles():
     "The first start takes a while: one line for whoever waits"
     logging.getLogger("literate_engine").warning("compiling kernels for this machine; kept for later starts (a few seconds for each number format)")
 
+def _op(name: str):
+    "The function of an op; built now, if it is one of a family"
+    if name not in CPU_OPS: raise ValueError(f"no CPU op {name!r}")
+    if isinstance(CPU_OPS[name], functools.partial): CPU_OPS[name] = CPU_OPS[name]()
+    return CPU_OPS[name]
+
 def op_address(name: str) -> int:
     "The address of an op's machine code; compiles it, or takes it from the cache, on first use."
-    if name not in CPU_OPS: raise ValueError(f"no CPU op {name!r}")
     if name not in _compiled:
-        if isinstance(CPU_OPS[name], functools.partial): CPU_OPS[name] = CPU_OPS[name]()
-        _compiled[name] = f = _compile(CPU_OPS[name])
-        if not f.cache_hits and os.path.exists(CPU_OPS[name].__code__.co_filename): _say_that_it_compiles()
+        f = _op(name)
+        _compiled[name] = c = _compile(f)
+        if not c.cache_hits and os.path.exists(f.__code__.co_filename): _say_that_it_compiles()
     return _compiled[name].address
+
+# %% ../nbs/10_simd.ipynb #001d21cc
+def compile_ops(names) -> None:
+    "Have the machine code of these ops at hand: what the cache lacks is compiled by several processes."
+    missing = collections.deque(sorted((n for n in dict.fromkeys(names) if _missing(n)), key=lambda n: not n.startswith(("attention", "linear", "experts"))))   # long ones first
+    if len(missing) > 1: _say_that_it_compiles()
+    helpers = [_Helper(missing) for _ in range(min(len(missing), num_cores()) - 1)]
+    try:
+        while missing: op_address(missing.popleft())
+        for h in helpers: h.join()
+    finally:
+        for h in helpers: h.process.kill()
+    for n in names: op_address(n)
+
+def _missing(name):
+    "Is there a file for this op's machine code, and the code not in it?"
+    if name in _compiled: return False
+    c = _new(_op(name))
+    return isinstance(c._cache, _OpCache) and not c._cache.holds(c._sig, c._targetdescr.target_context)
+
+class _Helper(threading.Thread):
+    "A process that compiles, and the thread that hands it one op after the other."
+    def __init__(self, missing):
+        super().__init__(daemon=True)
+        code, env = f"from {__name__} import _help; _help()", {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.missing, self.process = missing, subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.start()
+    def run(self):
+        with contextlib.suppress(IndexError, OSError):
+            while self.process.poll() is None:
+                name = self.missing.popleft()
+                print(_op(name).__module__, name, file=self.process.stdin, flush=True)
+                if not self.process.stdout.readline(): return                           # it is gone; the op is compiled here in the end
+
+def _help():
+    "A helper's life: a module and the name of one of its ops come in, the name goes out when its code is in the cache."
+    logging.disable()
+    for line in sys.stdin:
+        module, name = line.split()
+        importlib.import_module(module)
+        op_address(name)
+        print(name, flush=True)
 
 # %% ../nbs/10_simd.ipynb #67399a13
 @jit
