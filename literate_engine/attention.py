@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['attention_ref', 'attention_scratch_bytes', 'attention_call', 'attention_cpu', 'kv_store_cpu']
 
-# %% ../nbs/21_attention.ipynb #dd2f5e3f
+# %% ../nbs/21_attention.ipynb #c5a74633
 import ctypes
 import threading
 
 import numpy as np
 
 from .ops import padded_rows
-from .simd import (WORDS, as_f64, f32_at, f32v, fma, hmax, hsum, i64_at, jit, load_f16x16, load_f32x16, named, op_address, operand_word,
-                                  own_row, prefetch, put_f16, store, tile_f32, tile_fma, tile_store, u8_at, vdiv, vexp, vmax)
+from .cpu_ops import WORDS, named, op_address, operand_word, own_row
+from literate_engine.simd import (
+    as_f64, f32_at, f32v, fma, hmax, hsum, i64_at, jit, load_f16x16, load_f32x16, prefetch, put_f16, store, tile_f32, tile_fma, tile_store, u8_at,
+    vdiv, vexp, vmax)
 
 # %% ../nbs/21_attention.ipynb #da725002
 def attention_ref(

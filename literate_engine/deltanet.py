@@ -9,7 +9,7 @@ __all__ = ['PANEL', 'conv_state_shape', 'DeltaSpec', 'gated_delta_rule_ref', 'ga
            'gated_delta_ref', 'causal_conv', 'conv_weights', 'causal_conv_cpu', 'delta_scratch_bytes', 'gated_delta',
            'gated_delta_cpu', 'delta_block']
 
-# %% ../nbs/22_deltanet.ipynb #23773312
+# %% ../nbs/22_deltanet.ipynb #934ec06a
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ import numpy as np
 
 from .kvcache import BlockPool
 from .linear_cpu import pad16
-from .simd import (WORDS, call_share, columns, cpu_op, f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, op_address, operand_word, own_row,
-                                  store, vdiv, vexp)
+from .cpu_ops import WORDS, call_share, columns, cpu_op, op_address, operand_word, own_row
+from .simd import f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, store, vdiv, vexp
 
 # %% ../nbs/22_deltanet.ipynb #c4e9b88d
 PANEL = 32                            # columns of a state matrix that lie together

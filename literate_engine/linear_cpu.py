@@ -10,16 +10,16 @@ __all__ = ['LAYOUTS', 'ROWS', 'TILE', 'AHEAD', 'PLAIN', 'BLOCKS', 'TINY', 'LINEA
            'quantize_q8_k', 'quantize_Q8_1', 'quantize_Q8_K', 'int8_block', 'int8_q8_0', 'int8_super', 'affine',
            'exact', 'plain_values', 'group_bytes', 'linear_op', 'embed_op', 'LinearFormat', 'share_op', 'linear_cpu']
 
-# %% ../nbs/13_linear_cpu.ipynb #6be885cd
+# %% ../nbs/13_linear_cpu.ipynb #4e54f25e
 from dataclasses import dataclass
 from functools import partial
 import numpy as np
 from .linear import ACT_OF
+from .cpu_ops import columns, cpu_op, named, op_rows, own_row, run_op
 from .simd import (
-    ISA, as_f64, byte_f32, columns, cpu_op, f32_at, f32v, fma, hmax, hsum_i32, i8_at, i32_at, i64_at, jit, lane, load_bf16x16, load_f16x16,
-    load_f32x16, load_i8i32x16, load_u8x64, named, op_rows, own_row, pair_sums, prefetch_lines, run_op, shift_pairs, store_i8, tile_dot, tile_dot_i8,
-    tile_dots, tile_dots_i8, tile_f32, tile_fma, tile_fma_codes, tile_fma_dot, tile_i32, tile_imul_x, tile_scaled, tile_store, tile_total, to_f32,
-    to_i32, u8_at, vabs, vmax, vrint)
+    ISA, as_f64, byte_f32, f32_at, f32v, fma, hmax, hsum_i32, i8_at, i32_at, i64_at, jit, lane, load_bf16x16, load_f16x16, load_f32x16, load_i8i32x16,
+    load_u8x64, pair_sums, prefetch_lines, shift_pairs, store_i8, tile_dot, tile_dot_i8, tile_dots, tile_dots_i8, tile_f32, tile_fma, tile_fma_codes,
+    tile_fma_dot, tile_i32, tile_imul_x, tile_scaled, tile_store, tile_total, to_f32, to_i32, u8_at, vabs, vmax, vrint)
 
 # %% ../nbs/13_linear_cpu.ipynb #0ab92ec6
 @jit

@@ -6,7 +6,7 @@
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'attention_block', 'gated_mlp', 'plain_mlp', 'expert_mlp', 'norm', 'forward',
            'load_weights', 'destination', 'half_layout', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #dc5085e8
+# %% ../nbs/31_model.ipynb #9622bd5d
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from .ops import adjacent_to_half
 from .program import Program, Workers
 from .recorder import CpuWeights, LayerCache, Recorder, ReferenceOps, layer_scratch_bytes, step_view
 from .quants import QuantTensor
-from .simd import compile_ops
+from .cpu_ops import compile_ops
 
 # %% ../nbs/31_model.ipynb #20c9e65c
 def attention_block(ops, layer, lw, h, batch, kv, eps):
@@ -136,7 +136,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #8982bbac
+# %% ../nbs/31_model.ipynb #d52b7496
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
@@ -168,7 +168,7 @@ class Model:
         self._open_trace()
         recorder = Recorder(self.max_model_len, self.activations)
         logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
-        compile_ops([*packed.ops, *(i.op for i in recorder.code)])
+        compile_ops([*packed.ops, *(i.op for i in recorder.code)], num_threads)
         run_jobs(jobs, num_threads, progress)
         self.file.close()                                                         # every byte that is needed has been packed
         self.workers = Workers(num_threads)

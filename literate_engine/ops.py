@@ -7,11 +7,12 @@ __all__ = ['ACTS', 'padded_rows', 'rms_norm_ref', 'norm_group', 'rms_norm', 'lay
            'rope_table', 'yarn_frequencies', 'rope_ref', 'rope', 'gated_ref', 'act16', 'gated', 'activate_ref',
            'activate', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows']
 
-# %% ../nbs/15_ops.ipynb #5b2948cb
+# %% ../nbs/15_ops.ipynb #3ce6b0b5
 import numpy as np
 
 from .linear_cpu import pad16
-from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, op_rows, own_row, store, vdiv, vexp)
+from .cpu_ops import columns, cpu_op, op_rows, own_row
+from .simd import as_f64, f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, store, vdiv, vexp
 
 # %% ../nbs/15_ops.ipynb #28264e76
 def padded_rows(x: np.ndarray) -> np.ndarray: # [rows, width] -> [rows, pad16(width)] float32

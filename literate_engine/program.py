@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['KINDS', 'allocate', 'barriers', 'Workers', 'Program', 'Tape', 'lockstep', 'profile']
 
-# %% ../nbs/30_program.ipynb #afc43b66
+# %% ../nbs/30_program.ipynb #24feea79
 import threading
 
 import numpy as np
 
 from .recorder import Instruction, Recorder, Value, aligned
-from .simd import WORDS, op_address, operand_word, run, worker
+from .cpu_ops import WORDS, op_address, operand_word, run, worker
 
 # %% ../nbs/30_program.ipynb #5b7e5ab2
 def allocate(code: list[Instruction], rows: dict[str, int], keep: Value) -> list[int]:

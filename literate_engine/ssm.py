@@ -9,15 +9,15 @@ __all__ = ['SSMSpec', 'softplus_ref', 'mamba1_ref', 'mamba2_ref', 'segment_sums'
            'mamba2_scan', 'decayed', 'mamba1_tile', 'mamba1_scan', 'gate_columns', 'ssm_gate', 'ssm_norm_gate',
            'take_columns', 'take_columns_ref', 'mamba2_block', 'mamba1_block']
 
-# %% ../nbs/23_ssm.ipynb #73b1e3b9
+# %% ../nbs/23_ssm.ipynb #c5d366e7
 from dataclasses import dataclass
 
 import numpy as np
 
 from .linear_cpu import pad16
 from .ops import act16, norm_group, rms_norm_ref
-from .simd import (as_f64, columns, cpu_op, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, op_rows, own_row, pow2i, prefetch, store,
-                                  vabs, vdiv, vexp, vmax, vrint)
+from .cpu_ops import columns, cpu_op, op_rows, own_row
+from .simd import as_f64, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, pow2i, prefetch, store, vabs, vdiv, vexp, vmax, vrint
 
 # %% ../nbs/23_ssm.ipynb #e51057ec
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import pytest
 from literate_engine.linear import ACT_OF, linear_int8_ref, linear_ref, quantize_act_ref
 from literate_engine.linear_cpu import LINEAR_FORMATS, act_bytes, aligned_zeros, linear_cpu, pack, packed_bytes, pad16, share_op
 from literate_engine.quants import QUANT_TYPES, dequantize
-from literate_engine.simd import FEATURES, run_op
+from literate_engine.cpu_ops import run_op
+from literate_engine.simd import FEATURES
 
 FORMATS = list(LINEAR_FORMATS)
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}      # where float16 scales stand; default: 0
