@@ -83,7 +83,7 @@ def _llm(model: str, **options):
     from literate_engine.core import find_model, without_gc
     path = find_model(model)
     with without_gc():
-        from literate_engine.engine import LLM
+        from literate_engine.llm import LLM
         return LLM(path, **_given(**options))
 
 def _text(argument: str) -> str:

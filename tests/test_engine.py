@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir
-from literate_engine.engine import LLM, Engine, EngineConfig, EngineFull, Loaded, ScriptedModel, choices
+from literate_engine.engine import Engine, EngineConfig, EngineFull, Loaded, ScriptedModel
+from literate_engine.llm import LLM, choices
 from literate_engine.kvcache import BLOCK_SIZE, BlockPool, blocks_needed
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
