@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'byte_tokenizer', 'EngineConfig', 'resolve', 'StepOutput', 'Clock',
-           'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'EngineFull', 'Loaded', 'Engine', 'load_model',
-           'scripted_engine']
+           'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull', 'Loaded', 'Engine',
+           'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #d1f6ebb5
+# %% ../nbs/43_engine.ipynb #30754af3
 import logging
 import os
 import queue
@@ -306,6 +306,16 @@ class ScriptedModel:
         return logits
 
     def close(self): self.closed = True
+
+# %% ../nbs/43_engine.ipynb #bcf2a48e
+def replies(table: dict[str, str], end: int = 256) -> Callable[[list[int]], int]:
+    "A script for the byte tokenizer: continue the prompt that is known with its reply, then end."
+    table = {tuple(q.encode()): [*a.encode(), end] for q, a in table.items()}
+    def script(tokens):
+        for q, a in table.items():
+            if tuple(tokens[:len(q)]) == q: return a[min(len(tokens) - len(q), len(a) - 1)]
+        raise RuntimeError("no reply in the script")
+    return script
 
 # %% ../nbs/43_engine.ipynb #a76d623f
 class EngineFull(RuntimeError):
