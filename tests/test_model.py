@@ -10,6 +10,7 @@ import pytest
 
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
 from literate_engine.gguf import GGUFFile
+from literate_engine.kvcache import CacheHandle
 from literate_engine.linear_cpu import LINEAR_FORMATS
 from literate_engine.model import Model, prompt_logits
 from literate_engine.tokenizer import Tokenizer
@@ -45,18 +46,19 @@ def prompts(npz):
 
 def greedy(model, ids, steps):
     "Greedy ids of one sequence, and the logits that chose the first of them"
-    blocks, out, first = model.pool.allocate(-(-(len(ids) + steps)//16)), [], None
+    handle, out, first = CacheHandle(), [], None
+    assert model.pool.grow(handle, len(ids) + steps)
     limit = len(model.batch.token_ids)
     done, todo = 0, list(ids)
     for _ in range(steps):
         while todo:
             part, todo = todo[:limit], todo[limit:]
-            model.batch.fill([(part, done, blocks, "last")])
+            model.batch.fill([(part, done, handle.block_ids, "last", handle.slot)])
             logits, done = model.forward(model.batch)[0], done + len(part)
         if first is None: first = logits.copy()
         out.append(int(logits.argmax()))
         todo = [out[-1]]
-    model.pool.free(blocks)
+    model.pool.release(handle)
     return out, first
 
 @pytest.mark.parametrize("name", FLOAT)
@@ -86,10 +88,11 @@ def test_float_fixture(name, options, record):
 
 def beside(model, a, b):
     "Logits of b and then of a, computed in one step with a third sequence between them"
-    held = [model.pool.allocate(-(-n//16)) for n in (len(b), 9, len(a))]
-    model.batch.fill([(b, 0, held[0], "all"), ([5]*9, 0, held[1], None), (a, 0, held[2], "all")])
+    held, seqs = [CacheHandle() for _ in range(3)], ((b, "all"), ([5]*9, None), (a, "all"))
+    for h, (ids, _) in zip(held, seqs): assert model.pool.grow(h, len(ids))
+    model.batch.fill([(ids, 0, h.block_ids, want, h.slot) for h, (ids, want) in zip(held, seqs)])
     logits = model.forward(model.batch).copy()
-    for blocks in held: model.pool.free(blocks)
+    for h in held: model.pool.release(h)
     return logits
 
 @pytest.mark.parametrize("name", QUANT)
