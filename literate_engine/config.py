@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['GATINGS', 'QKV', 'ARCHITECTURES', 'ROUTERS', 'GATING_IDS', 'STATES', 'MIXER_TENSORS', 'RopeSpec', 'RouterSpec',
-           'DeltaSpec', 'SSMSpec', 'LayerSpec', 'TensorNeed', 'ModelConfig', 'Facts', 'Architecture', 'architecture',
-           'head_dims', 'check_heads', 'windows', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec',
-           'expert_parts', 'vocab_sizes', 'recurrent_layers', 'ssm_spec', 'delta_spec', 'state_spec', 'read_layers',
-           'qk_norm', 'context_length', 'from_metadata', 'layer_tensors', 'attention_tensors', 'conv_tensors',
-           'mamba1_tensors', 'mamba2_tensors', 'delta_tensors', 'ffn_tensors', 'inventory', 'check_tensors']
+           'DeltaSpec', 'SSMSpec', 'ConvSpec', 'LayerSpec', 'TensorNeed', 'ModelConfig', 'Facts', 'Architecture',
+           'architecture', 'head_dims', 'check_heads', 'windows', 'rope_base', 'rope_scaling', 'rope_specs',
+           'router_spec', 'expert_parts', 'vocab_sizes', 'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec',
+           'state_spec', 'read_layers', 'qk_norm', 'norm_epsilon', 'context_length', 'from_metadata', 'layer_tensors',
+           'attention_tensors', 'conv_tensors', 'mamba1_tensors', 'mamba2_tensors', 'short_conv_tensors',
+           'delta_tensors', 'ffn_tensors', 'inventory', 'check_tensors']
 
 # %% ../nbs/05_config.ipynb #9fce89fc
 import difflib
@@ -62,7 +63,7 @@ class RouterSpec:
         open = self.n_expert//self.n_group*self.n_group_used
         if self.n_expert_used > open: raise ValueError(f"n_expert_used is {self.n_expert_used}: the {self.n_group_used} groups kept hold only {open} experts")
 
-# %% ../nbs/05_config.ipynb #d98ca0b9
+# %% ../nbs/05_config.ipynb #feb49b21
 @dataclass(frozen=True)
 class DeltaSpec:
     "The sizes of a gated delta layer; ValueError if they do not divide."
@@ -88,6 +89,8 @@ class SSMSpec:
     time_step_rank: int               # Mamba-2: heads; Mamba-1: rank of the projection to dt
     group_count: int = 0              # groups of heads that share B and C; 0: this is Mamba-1
     conv_kernel: int = 4              # tokens that the convolution before the scan sees
+    gate_norm: bool = True            # Mamba-2: an RMS norm over each group's channels follows the gate
+    dbc_norm: str | None = None       # Mamba-1: RMS norms of dt, B and C: "weights", or "unit" (without)
 
     def __post_init__(self):
         if not self.group_count: return
@@ -102,11 +105,19 @@ class SSMSpec:
     @property
     def n_channels(self) -> int: return self.inner_size + 2*self.group_count*self.state_size       # that are convolved
 
-# %% ../nbs/05_config.ipynb #feae9b6f
+# %% ../nbs/05_config.ipynb #f7c21c04
+@dataclass(frozen=True)
+class ConvSpec:
+    "The sizes of a layer that only convolves."
+    n_channels: int
+    conv_kernel: int                  # tokens that it sees
+
+# %% ../nbs/05_config.ipynb #9c8de91f
 @dataclass(frozen=True)
 class LayerSpec:
     "Everything the forward pass must know about one layer, beyond its weights."
-    mixer: str | None                 # "full_attention" | "sliding_attention" | "gated_delta" | "mamba1" | "mamba2"; None: only a feed-forward part
+    mixer: str | None                 # "full_attention" | "sliding_attention" | "gated_delta" | "mamba1" | "mamba2" | "short_conv"
+                                      # | "attention_and_mamba2" (side by side); None: the layer is only a feed-forward part
     n_head: int                       # query heads
     n_head_kv: int                    # key/value heads; n_head is a multiple of it
     head_dim_k: int                   # width of a query and of a key
@@ -124,12 +135,14 @@ class LayerSpec:
     ffn_norm: str = "ffn_norm"        # name of the weight of the norm before the feed-forward part
     parallel: bool = False            # attention and feed-forward read the same norm
     residual_scale: float = 1.0       # what a block adds to the stream is multiplied by this
-    act: str = "silu"                 # activation of the gate: "silu" | "gelu" (the tanh form) | "swiglu_oai" (experts only)
+    act: str = "silu"                 # activation of the gate: "silu" | "gelu" (the tanh form) | "relu2" | "swiglu_oai" (experts only)
     ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router` chooses; None: there is none
     router: RouterSpec | None = None  # of a "moe" layer
     n_ff_shared: int = 0              # width of a dense part that every token visits besides its experts; 0: there is none
     shared_gate: bool = False         # that part's result is multiplied by the sigmoid of a product with the token
-    state: DeltaSpec | SSMSpec | None = None     # sizes of a mixer that keeps a state
+    gated_experts: bool = True        # experts and the shared part have a gate, as a "dense" part has; False: as a "plain" one
+    n_latent: int = 0                 # experts work between two projections to and from this width; 0: on the stream
+    state: DeltaSpec | SSMSpec | ConvSpec | None = None     # sizes of a mixer that keeps a state
     bare: tuple[str, ...] = ("ssm_a", "ssm_d")   # weights whose names do not end in .weight
 
 # %% ../nbs/05_config.ipynb #be8b4dda
@@ -138,7 +151,7 @@ class TensorNeed(NamedTuple):
     shape: tuple[int, ...]            # row-major: (n_out, n_in) for a matrix
     required: bool = True             # False: the model works without it
 
-# %% ../nbs/05_config.ipynb #8bdb11fe
+# %% ../nbs/05_config.ipynb #c237f924
 @dataclass(frozen=True)
 class ModelConfig:
     "The frozen facts of one model file."
@@ -154,6 +167,7 @@ class ModelConfig:
     logit_scale: float = 1.0          # logits are multiplied by this
     logit_softcap: float = 0.0        # c > 0: logits become c * tanh(logits / c)
     tied: bool = False                # no output.weight in the file: token_embd serves for both
+    output_norm: str = "output_norm"  # name of the weight of the norm before the output matrix
     n_extra: int = 0                  # blocks after the layers that predict further tokens: in the file, not used
     notes: tuple[str, ...] = ()       # what was assumed because the file does not say, one line each
 
@@ -232,7 +246,7 @@ class Facts:
         if not all(_is_int(v) and low <= v < 2**31 for v in value): raise self.bad(name, value, f"integers of at least {low}")
         return tuple(int(v) for v in value)
 
-# %% ../nbs/05_config.ipynb #4d6952c2
+# %% ../nbs/05_config.ipynb #1be3494a
 @dataclass(frozen=True)
 class Architecture:
     "What an architecture's name implies and its files do not say."
@@ -262,9 +276,16 @@ class Architecture:
     rope_base: float = 10000.0        # where the file has no rope.freq_base
     wide_scale: frozenset = frozenset()   # block_counts whose attention scale comes from n_embd / n_head in place of the key width
     recurrent: str | None = None      # mixer of the layers that do not attend; None: all attend
+    side_by_side: str | None = None   # mixer of the layers that do both at once
     one_part: bool = False            # a layer is a mixer or a feed-forward part, never both
+    rope_if_finetuned: bool = False   # no position encoding unless rope.scaling.finetuned says so
+    moe_maybe: bool = False           # experts are where the file has a router
+    ssm_norm_maybe: bool = False      # SSMSpec.gate_norm counts only if the file has the weights
+    dbc_norm: str | None = None       # SSMSpec.dbc_norm
+    bare: tuple[str, ...] = ()        # further weights whose names do not end in .weight
+    output_norm: str = "output_norm"
 
-# %% ../nbs/05_config.ipynb #20175a96
+# %% ../nbs/05_config.ipynb #4addd539
 QKV = ("attn_q", "attn_k", "attn_v")
 ARCHITECTURES = {
     "llama": Architecture(rope_layout="adjacent"),
@@ -292,6 +313,12 @@ ARCHITECTURES = {
                            swa_base=10000.0, rope_base=1000000.0, wide_scale=frozenset({62})),          # 62 layers: Gemma 3 27B
     "mamba": Architecture(rope_layout="half", recurrent="mamba1", one_part=True),
     "mamba2": Architecture(rope_layout="half", recurrent="mamba2", one_part=True),
+    "nemotron_h": Architecture(rope_layout="half", recurrent="mamba2", one_part=True, rotate_all_but=1, ffn="plain", act="relu2", ffn_norm="attn_norm"),
+    "nemotron_h_moe": Architecture(rope_layout="half", recurrent="mamba2", one_part=True, rotate_all_but=1, ffn="plain", act="relu2", ffn_norm="attn_norm"),
+    "jamba": Architecture(rope_layout="half", recurrent="mamba1", rotate_all_but=1, moe_maybe=True, dbc_norm="weights"),
+    "granitehybrid": Architecture(rope_layout="adjacent", recurrent="mamba2", rope_if_finetuned=True, logits_divided=True),
+    "falcon-h1": Architecture(rope_layout="half", recurrent="mamba2", side_by_side="attention_and_mamba2", ssm_norm_maybe=True, bare=("ffn_norm",)),
+    "lfm2": Architecture(rope_layout="half", recurrent="short_conv", qk_norm="head", output_norm="token_embd_norm"),
 }
 
 # %% ../nbs/05_config.ipynb #bbcfdaa6
@@ -396,7 +423,7 @@ def router_spec(f: Facts) -> RouterSpec | None:            # None: the model has
     try: return RouterSpec(n, used, **facts)
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #334a366f
+# %% ../nbs/05_config.ipynb #deddfc80
 def expert_parts(f: Facts, a: Architecture, n_layer: int, n_ff: tuple) -> list[dict]:
     "For each layer the fields of its LayerSpec that depend on experts."
     router, dense = router_spec(f), [dict(ffn=a.ffn, n_ff=n) for n in n_ff]
@@ -405,8 +432,10 @@ def expert_parts(f: Facts, a: Architecture, n_layer: int, n_ff: tuple) -> list[d
     def moe(i):
         width = f.integer("expert_feed_forward_length", n_ff[i])
         shared = f.integer("expert_shared_feed_forward_length", f.integer("expert_shared_count", a.n_shared, low=0, high=4096)*width, low=0)
-        return dict(ffn="moe", router=router, n_ff=width, n_ff_shared=shared, shared_gate=a.shared_gate and shared > 0)
-    return [moe(i) if i >= leading and (i + 1) % step == 0 else dense[i] for i in range(n_layer)]
+        return dict(ffn="moe", router=router, n_ff=width, n_ff_shared=shared, shared_gate=a.shared_gate and shared > 0,
+                    gated_experts=a.ffn != "plain", n_latent=f.integer("moe_latent_size", 0, low=0))
+    routed = lambda i: f"blk.{i}.ffn_gate_inp.weight" in f.shapes if a.moe_maybe else i >= leading and (i + 1) % step == 0
+    return [moe(i) if routed(i) else dense[i] for i in range(n_layer)]
 
 # %% ../nbs/05_config.ipynb #7a058f33
 def vocab_sizes(f: Facts) -> tuple[int, int]:
@@ -420,7 +449,7 @@ def vocab_sizes(f: Facts) -> tuple[int, int]:
     if n_token == 0: raise GGUFError(f"{key} has 0 entries: expected at least 1")
     return rows, n_token
 
-# %% ../nbs/05_config.ipynb #827a16ab
+# %% ../nbs/05_config.ipynb #516d72b7
 def recurrent_layers(f: Facts, a: Architecture, n_head_kv: tuple) -> tuple[bool, ...]:
     "Which layers keep a state in place of keys and values."
     n_layer = len(n_head_kv)
@@ -432,7 +461,9 @@ def recurrent_layers(f: Facts, a: Architecture, n_head_kv: tuple) -> tuple[bool,
 def ssm_spec(f: Facts, a: Architecture) -> SSMSpec:
     "Mamba's sizes; its first kind has no groups."
     groups = f.integer("ssm.group_count") if a.recurrent == "mamba2" else 0
-    return SSMSpec(f.integer("ssm.inner_size"), f.integer("ssm.state_size"), f.integer("ssm.time_step_rank"), groups, f.integer("ssm.conv_kernel"))
+    gate_norm = not a.ssm_norm_maybe or any(name.endswith(".ssm_norm.weight") for name in f.shapes)
+    return SSMSpec(f.integer("ssm.inner_size"), f.integer("ssm.state_size"), f.integer("ssm.time_step_rank"), groups, f.integer("ssm.conv_kernel"),
+                   gate_norm=gate_norm, dbc_norm="unit" if f.flag("ssm.dt_b_c_rms") else a.dbc_norm)
 
 def delta_spec(f: Facts, a: Architecture) -> DeltaSpec:
     "A gated delta layer's sizes."
@@ -440,14 +471,18 @@ def delta_spec(f: Facts, a: Architecture) -> DeltaSpec:
     if inner % heads: raise f.bad("ssm.inner_size", inner, f"a multiple of {f.key('ssm.time_step_rank')}, which is {heads}")
     return DeltaSpec(f.integer("ssm.group_count"), heads, f.integer("ssm.state_size"), inner//heads, f.integer("ssm.conv_kernel"))
 
-STATES = {"mamba1": ssm_spec, "mamba2": ssm_spec, "gated_delta": delta_spec}       # mixer -> who reads its sizes
+def conv_spec(f: Facts, a: Architecture) -> ConvSpec:
+    "A short convolution's sizes."
+    return ConvSpec(f.integer("embedding_length"), f.integer("shortconv.l_cache", low=2))
+
+STATES = {"mamba1": ssm_spec, "mamba2": ssm_spec, "gated_delta": delta_spec, "short_conv": conv_spec}       # mixer -> who reads its sizes
 
 def state_spec(f: Facts, a: Architecture):                 # None: no layer keeps a state
     "Sizes of the layers that keep one; GGUFError if they do not divide."
     try: return STATES[a.recurrent](f, a) if a.recurrent else None
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #78b459ef
+# %% ../nbs/05_config.ipynb #aa12ef6b
 def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: float | None, truncate: bool | None) -> tuple[LayerSpec, ...]:
     "One LayerSpec for each block of the file."
     low = 0 if a.recurrent else 1
@@ -455,22 +490,26 @@ def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: 
     n_head_kv = f.per_layer("attention.head_count_kv", n_layer, n_head, low=low)
     n_ff = f.per_layer("feed_forward_length", n_layer, low=low)
     parts, cap = expert_parts(f, a, n_layer, n_ff), f.number("attn_logit_softcapping") if f.has("attn_logit_softcapping") else 0.0
-    common = dict(pre_norms=a.pre_norms, post_norms=a.post_norms, parallel=a.parallel, ffn_norm=a.ffn_norm, residual_scale=f.number("residual_scale", 1.0), act=a.act)
+    if a.one_part: parts = [part if n else dict(ffn=None, n_ff=0) for part, n in zip(parts, n_ff)]
+    common = dict(pre_norms=a.pre_norms, post_norms=a.post_norms, parallel=a.parallel, ffn_norm=a.ffn_norm, residual_scale=f.number("residual_scale", 1.0), act=a.act,
+                  bare=LayerSpec.bare + a.bare)
     recurrent, state, layers = recurrent_layers(f, a, n_head_kv), state_spec(f, a), []
     if not all(recurrent):
         dim_k, dim_v = head_dims(f, n_embd, max(n_head))
-        full, windowed = rope_specs(f, a, dim_k, override, truncate)
+        rotates = a.rotate_all_but != 1 and not (a.rope_if_finetuned and not f.flag("rope.scaling.finetuned"))
+        full, windowed = rope_specs(f, a, dim_k, override, truncate) if rotates else (None, None)
     for i, window in enumerate(windows(f, a, n_layer)):
-        if a.one_part: parts[i] |= dict(ffn=parts[i]["ffn"] if n_ff[i] else None)
-        if a.one_part and n_ff[i]: layers.append(LayerSpec(None, 0, 0, 0, 0, rope=None, **common | parts[i])); continue
-        if recurrent[i]: layers.append(LayerSpec(a.recurrent, 0, 0, 0, 0, rope=None, state=state, **common | parts[i])); continue
+        if a.one_part and n_ff[i] or recurrent[i]:
+            mixer = None if a.one_part and n_ff[i] else a.recurrent
+            layers.append(LayerSpec(mixer, 0, 0, 0, 0, rope=None, state=state if mixer else None, **common | parts[i]))
+            continue
         check_heads(f, n_head[i], n_head_kv[i])
         scale_dim = n_embd / n_head[i] if n_layer in a.wide_scale else dim_k
         rope = None if a.rotate_all_but and i % a.rotate_all_but == a.rotate_all_but - 1 else windowed if window else full
-        layers.append(LayerSpec(mixer="sliding_attention" if window else "full_attention", n_head=n_head[i], n_head_kv=n_head_kv[i],
+        layers.append(LayerSpec(mixer=a.side_by_side or ("sliding_attention" if window else "full_attention"), n_head=n_head[i], n_head_kv=n_head_kv[i],
                                 head_dim_k=dim_k, head_dim_v=dim_v, window=window, rope=rope, softcap=cap, sinks=a.sinks,
                                 attn_scale=f.number("attention.scale", scale_dim ** -0.5), biases=a.biases, qk_norm=qk_norm(f, a, i, rope),
-                                **common | parts[i]))
+                                state=state if a.side_by_side else None, **common | parts[i]))
     return tuple(layers)
 
 def qk_norm(f: Facts, a: Architecture, i: int, rope: RopeSpec | None) -> str | None:
@@ -479,6 +518,11 @@ def qk_norm(f: Facts, a: Architecture, i: int, rope: RopeSpec | None) -> str | N
     if a.qk_norm == "unit" and (rope is None or f.integer("expert_count", 0, low=0) in a.no_qk_norm): return None
     return a.qk_norm
 
+def norm_epsilon(f: Facts, a: Architecture) -> float:
+    "The norms' epsilon; some converters put that of an RMS norm under the other key."
+    rms, layer = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    return f.number(rms if a.norm == "rms" and (f.has(rms) or not f.has(layer)) else layer)
+
 def context_length(f: Facts, a: Architecture) -> int:
     "The context the model was trained for, or as much of it as is right here."
     n_ctx = f.integer("context_length")
@@ -486,7 +530,7 @@ def context_length(f: Facts, a: Architecture) -> int:
     f.notes.append(f"{f.key('context_length')} is {n_ctx}: limited to {a.n_ctx_most}, beyond which {f.arch} attends in chunks")
     return a.n_ctx_most
 
-# %% ../nbs/05_config.ipynb #b52c498c
+# %% ../nbs/05_config.ipynb #06b1744b
 def from_metadata(
     metadata: Mapping,                # key -> value
     shapes: Mapping,                  # tensor name -> row-major shape
@@ -503,13 +547,13 @@ def from_metadata(
     layers = read_layers(f, a, n_embd, n_block, rope_freq_base, yarn_truncate)[:n_block - n_extra]
     n_vocab, n_token = vocab_sizes(f)
     return ModelConfig(arch=f.arch, n_embd=n_embd, n_vocab=n_vocab, n_token=n_token, n_ctx=context_length(f, a),
-                       eps=f.number(f"attention.layer_norm_{'rms_' if a.norm == 'rms' else ''}epsilon"), norm=a.norm, layers=layers,
+                       eps=norm_epsilon(f, a), norm=a.norm, layers=layers,
                        embed_scale=f.number("embedding_scale", n_embd ** 0.5 if a.scaled_embd else 1.0),
                        logit_scale=f.number("logit_scale", 1.0) ** (-1 if a.logits_divided else 1),
                        logit_softcap=f.number("final_logit_softcapping") if f.has("final_logit_softcapping") else 0.0,
-                       tied="output.weight" not in shapes, n_extra=n_extra, notes=tuple(f.notes))
+                       output_norm=a.output_norm, tied="output.weight" not in shapes, n_extra=n_extra, notes=tuple(f.notes))
 
-# %% ../nbs/05_config.ipynb #e03e3eb2
+# %% ../nbs/05_config.ipynb #30707f8c
 def layer_tensors(s: LayerSpec, n_embd: int) -> dict[str, TensorNeed]:
     "Names (without `blk.<i>.`) and shapes of one layer's tensors."
     t = MIXER_TENSORS[s.mixer](s, n_embd) | ffn_tensors(s, n_embd)
@@ -536,7 +580,8 @@ def conv_tensors(s, bias: bool) -> dict[str, tuple]:
 def mamba1_tensors(layer: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of a Mamba-1 layer's weights"
     s = layer.state
-    return conv_tensors(s, True) | {
+    norms = {"ssm_dt_norm": (s.time_step_rank,), "ssm_b_norm": (s.state_size,), "ssm_c_norm": (s.state_size,)} if s.dbc_norm == "weights" else {}
+    return conv_tensors(s, True) | norms | {
         "ssm_in": (2*s.inner_size, n_embd), "ssm_x": (s.time_step_rank + 2*s.state_size, s.inner_size), "ssm_dt": (s.inner_size, s.time_step_rank),
         "ssm_dt.bias": (s.inner_size,), "ssm_a": (s.inner_size, s.state_size), "ssm_d": (s.inner_size,), "ssm_out": (n_embd, s.inner_size)}
 
@@ -545,7 +590,12 @@ def mamba2_tensors(layer: LayerSpec, n_embd: int) -> dict[str, tuple]:
     s = layer.state
     return conv_tensors(s, True) | {
         "ssm_in": (s.inner_size + s.n_channels + s.n_head, n_embd), "ssm_dt.bias": (s.n_head,), "ssm_a": (s.n_head, 1), "ssm_d": (s.n_head, 1),
-        "ssm_norm": (s.group_count, s.inner_size//s.group_count), "ssm_out": (n_embd, s.inner_size)}
+        "ssm_out": (n_embd, s.inner_size)} | ({"ssm_norm": (s.group_count, s.inner_size//s.group_count)} if s.gate_norm else {})
+
+def short_conv_tensors(layer: LayerSpec, n_embd: int) -> dict[str, tuple]:
+    "Shapes of a short convolution's weights"
+    n = layer.state.n_channels
+    return {"shortconv.in_proj": (3*n, n_embd), "shortconv.conv": (n, layer.state.conv_kernel), "shortconv.out_proj": (n_embd, n)}
 
 def delta_tensors(layer: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of a gated delta layer's weights"
@@ -556,20 +606,22 @@ def delta_tensors(layer: LayerSpec, n_embd: int) -> dict[str, tuple]:
         "ssm_a": (s.n_head_v,), "ssm_dt.bias": (s.n_head_v,), "ssm_norm": (s.head_dim_v,), "ssm_out": (n_embd, v)}
 
 MIXER_TENSORS = {"full_attention": attention_tensors, "sliding_attention": attention_tensors, "mamba1": mamba1_tensors, "mamba2": mamba2_tensors,
-                 "gated_delta": delta_tensors, None: lambda layer, n_embd: {}}
+                 "gated_delta": delta_tensors, "short_conv": short_conv_tensors,
+                 "attention_and_mamba2": lambda layer, n_embd: attention_tensors(layer, n_embd) | mamba2_tensors(layer, n_embd), None: lambda layer, n_embd: {}}
 
 def ffn_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of the feed-forward part's matrices"
-    def gated(kind, n_ff, *n): return {f"ffn_gate{kind}": (*n, n_ff, n_embd), f"ffn_up{kind}": (*n, n_ff, n_embd), f"ffn_down{kind}": (*n, n_embd, n_ff)}
+    def part(kind, n_ff, n_in, *n, gate=s.gated_experts):
+        return {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)} | ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {})
     if s.ffn is None: return {}
-    if s.ffn == "plain": return {"ffn_up": (s.n_ff, n_embd), "ffn_down": (n_embd, s.n_ff)}
-    if s.ffn == "dense": return gated("", s.n_ff)
-    t = gated("_exps", s.n_ff, s.router.n_expert) | {"ffn_gate_inp": (s.router.n_expert, n_embd)}
-    if s.n_ff_shared: t |= gated("_shexp", s.n_ff_shared)
+    if s.router is None: return part("", s.n_ff, n_embd, gate=s.ffn == "dense")
+    t = part("_exps", s.n_ff, s.n_latent or n_embd, s.router.n_expert) | {"ffn_gate_inp": (s.router.n_expert, n_embd)}
+    if s.n_latent: t |= {"ffn_latent_down": (s.n_latent, n_embd), "ffn_latent_up": (n_embd, s.n_latent)}
+    if s.n_ff_shared: t |= part("_shexp", s.n_ff_shared, n_embd)
     if s.shared_gate: t["ffn_gate_inp_shexp"] = (1, n_embd)
     return t
 
-# %% ../nbs/05_config.ipynb #f126e701
+# %% ../nbs/05_config.ipynb #605ffc02
 def inventory(config: ModelConfig) -> dict[str, TensorNeed]:
     "Name -> shape of every tensor of a model."
     embd = (config.n_vocab, config.n_embd)
@@ -577,8 +629,8 @@ def inventory(config: ModelConfig) -> dict[str, TensorNeed]:
     for i, s in enumerate(config.layers): t |= {f"blk.{i}.{name}": need for name, need in layer_tensors(s, config.n_embd).items()}
     for s in config.layers:
         if s.rope and s.rope.freq_factors: t[s.rope.freq_factors] = TensorNeed((s.rope.dim // 2,))
-    if config.norm == "layer" and any(s.biases for s in config.layers): t["output_norm.bias"] = TensorNeed((config.n_embd,))
-    return t | {"output_norm.weight": TensorNeed((config.n_embd,)), "output.weight": TensorNeed(embd, required=not config.tied)}
+    if config.norm == "layer" and any(s.biases for s in config.layers): t[f"{config.output_norm}.bias"] = TensorNeed((config.n_embd,))
+    return t | {f"{config.output_norm}.weight": TensorNeed((config.n_embd,)), "output.weight": TensorNeed(embd, required=not config.tied)}
 
 # %% ../nbs/05_config.ipynb #6c048f3e
 def check_tensors(

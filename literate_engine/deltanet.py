@@ -6,16 +6,16 @@
 __all__ = ['PANEL', 'conv_state_shape', 'delta_shapes', 'gated_delta_rule_ref', 'gated_delta_rule_f64', 'unit_lower_inverse',
            'decays', 'delta_chunk', 'gated_delta_rule_chunked', 'sigmoid', 'causal_conv_sequence', 'key_heads',
            'split_ba', 'delta_inputs', 'RecurrentState', 'pack_state', 'unpack_state', 'causal_conv_ref',
-           'gated_delta_ref', 'causal_conv', 'conv_weights', 'causal_conv_cpu', 'delta_scratch_bytes', 'gated_delta',
-           'gated_delta_cpu', 'delta_block']
+           'gated_delta_ref', 'causal_conv', 'conv_weights', 'causal_conv_cpu', 'short_conv_shapes', 'multiply_ref',
+           'multiply', 'short_conv_block', 'delta_scratch_bytes', 'gated_delta', 'gated_delta_cpu', 'delta_block']
 
-# %% ../nbs/22_deltanet.ipynb #cf99c9b3
+# %% ../nbs/22_deltanet.ipynb #1949af65
 import math
 from types import SimpleNamespace
 
 import numpy as np
 
-from .config import DeltaSpec
+from .config import ConvSpec, DeltaSpec
 from .kvcache import BlockPool
 from .linear_cpu import pad16
 from .cpu_ops import WORDS, call_share, columns, cpu_op, op_address, operand_word, own_row
@@ -324,19 +324,11 @@ def _run(name, operands, batch, threads):
     I[0], I[4:4 + len(operands)] = op_address(name), [operand_word(a) for a in operands]
     for tid in range(threads): call_share(tid, threads, I.ctypes.data, S.ctypes.data)
 
-# %% ../nbs/22_deltanet.ipynb #378943b1
-def causal_conv_cpu(
-    x: np.ndarray,  # [num_tokens, width] float32
-    first: int,  # first column of x that is meant, a multiple of 16
-    n_channels: int,
-    w: np.ndarray,  # [n_channels, conv_kernel]
-    bias: np.ndarray | None,  # [n_channels]
-    state: np.ndarray,  # [slot, conv_kernel-1, pad16(n_channels)]: read and updated
-    batch,  # the step
-    silu: bool = True,
+# %% ../nbs/22_deltanet.ipynb #f1526eeb
+def causal_conv_cpu(x, first, n_channels, w, bias, state, batch, silu=True,
     threads: int = 1,  # the result does not depend on it
 ) -> np.ndarray:  # [num_tokens, n_channels]
-    "Causal convolution of a ragged step by the compiled op: same meaning as `causal_conv_ref`."
+    "Causal convolution of a ragged step by the compiled op: arguments and result of `causal_conv_ref`."
     C, K = n_channels, w.shape[1]
     assert first % 16 == 0 and first + C <= x.shape[1], f"channels {first} to {first + C} of {x.shape[1]}"
     assert len(w) == C and state.shape[1:] == conv_state_shape(C, K), f"{C} channels: weights {w.shape}, state {state.shape}"
@@ -345,6 +337,33 @@ def causal_conv_cpu(
     _run("causal_conv", [y, _rows(x), packed, shift, state, *where, x.shape[1], first, C, K, silu], batch, threads)
     assert not y[:, C:].any(), "padding is not zero"
     return y[:, :C]
+
+# %% ../nbs/22_deltanet.ipynb #5b8b3fed
+def short_conv_shapes(spec: ConvSpec) -> tuple:
+    "What a slot of such a layer holds: inputs, and nothing else."
+    return conv_state_shape(spec.n_channels, spec.conv_kernel), None
+
+def multiply_ref(x: np.ndarray, first_x: int, y: np.ndarray, first_y: int, width: int) -> np.ndarray: # [num_tokens, width]
+    "Product of some columns of x with as many of y."
+    return x[:, first_x:first_x + width]*y[:, first_y:first_y + width]
+
+@cpu_op
+def multiply(tid, n, I, S):
+    "words: out, x, y, width, width of x, first column of x, width of y, first column of y"
+    M = S[I[2]]; sx, sy = own_row(tid, M, I, 1), own_row(tid, M, I, 2); out, x, y, width = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), I[7]
+    ld, ldx, ldy, (i0, i1) = (width + 15)//16*16, (I[8] + 15)//16*16, (I[10] + 15)//16*16, columns(tid, n, width)
+    for t in range(M):
+        o, p, q = t*ld, (t + sx)*ldx + I[9], (t + sy)*ldy + I[11]
+        for i in range(i0, i1, 16):
+            if i + 16 <= width: store(out, o + i, load_f32x16(x, p + i)*load_f32x16(y, q + i))
+            else:
+                for j in range(i, i + 16): out[o + j] = x[p + j]*y[q + j] if j < width else np.float32(0.)
+
+def short_conv_block(ops, spec, lw, h, batch, state, eps):
+    "A short convolution between two gates: [tokens, n_embd] -> [tokens, n_embd]; rows of shortconv_in_proj are [B | C | x]"
+    n, p = spec.n_channels, ops.linear(h, lw.shortconv_in_proj)
+    y = ops.causal_conv(ops.multiply(p, 0, p, 2*n, n), 0, n, lw.shortconv_conv, None, state.conv, batch, silu=False)
+    return ops.linear(ops.multiply(y, 0, p, n, n), lw.shortconv_out_proj)
 
 # %% ../nbs/22_deltanet.ipynb #67cd5754
 _TILE = 16                            # tokens that are prepared at once
@@ -452,16 +471,11 @@ def gated_delta(tid, n, I, S):
                 for t in range(a, b):
                     for d in range(t*_pad(width, 16) + width, (t + 1)*_pad(width, 16)): f32_at(I[4])[d] = np.float32(0.)
 
-# %% ../nbs/22_deltanet.ipynb #c72b26b5
-def gated_delta_cpu(
-    qkv: np.ndarray,  # [num_tokens, n_channels] after the convolution
-    b: np.ndarray, a: np.ndarray,  # [num_tokens, n_head_v] each
-    ssm_a: np.ndarray, ssm_dt: np.ndarray,  # [n_head_v] float32 each
-    state: np.ndarray,  # [slot, *delta_shapes(spec)[1]]: read and updated
-    batch, spec: DeltaSpec,
+# %% ../nbs/22_deltanet.ipynb #92df117a
+def gated_delta_cpu(qkv, b, a, ssm_a, ssm_dt, state, batch, spec,
     threads: int = 1,  # the result does not depend on it
 ) -> np.ndarray:  # [num_tokens, n_head_v*head_dim_v]
-    "Gated delta rule of a ragged step by the compiled op: same meaning as `gated_delta_ref`."
+    "Gated delta rule of a ragged step by the compiled op: arguments and result of `gated_delta_ref`."
     assert state.shape[1:] == delta_shapes(spec)[1] and qkv.shape[1] == spec.n_channels, f"state {state.shape}, qkv {qkv.shape}, {spec}"
     width, nbytes = spec.n_head_v*spec.head_dim_v, delta_scratch_bytes(spec.head_dim_k, spec.head_dim_v)
     out, scratch = _rows(np.full((len(qkv), width), np.nan)), np.full((threads, nbytes//4), np.nan, np.float32)

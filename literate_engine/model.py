@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'FORMS', 'attention_block', 'gated_mlp', 'plain_mlp', 'expert_mlp',
-           'with_state', 'norm', 'forward', 'load_weights', 'destination', 'half_layout', 'share_rope_factors',
-           'run_jobs', 'Model', 'prompt_logits']
+           'with_state', 'side_by_side', 'norm', 'forward', 'load_weights', 'destination', 'half_layout',
+           'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #71ca4496
+# %% ../nbs/31_model.ipynb #f5e1a8de
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .gguf import GGUFFile
-from .deltanet import RecurrentState, delta_block
+from .deltanet import RecurrentState, delta_block, short_conv_block
 from .kvcache import Batch, CacheHandle, CachePool, KVCache
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
@@ -26,7 +26,7 @@ from .quants import QuantTensor
 from .ssm import mamba1_block, mamba2_block, to_tiles
 from .cpu_ops import compile_ops
 
-# %% ../nbs/31_model.ipynb #23330464
+# %% ../nbs/31_model.ipynb #39ce4a61
 def attention_block(ops, layer, lw, h, batch, kv, eps):
     "Multi-head attention over the paged cache: [tokens, n_embd] -> [tokens, n_embd]"
     q, k, v = ops.linear(h, lw.attn_q, lw.attn_q_bias), ops.linear(h, lw.attn_k, lw.attn_k_bias), ops.linear(h, lw.attn_v, lw.attn_v_bias)
@@ -40,20 +40,22 @@ def gated_mlp(ops, layer, lw, h, kind=""):
     gate, up, down = (getattr(lw, f"ffn_{name}{kind}") for name in ("gate", "up", "down"))
     return ops.linear(ops.gated(layer.act, ops.linear(h, gate), ops.linear(h, up)), down)
 
-def plain_mlp(ops, layer, lw, h):
+def plain_mlp(ops, layer, lw, h, kind=""):
     "A feed-forward without a gate"
-    return ops.linear(ops.activate(layer.act, ops.linear(h, lw.ffn_up, lw.ffn_up_bias)), lw.ffn_down, lw.ffn_down_bias)
+    up, up_bias, down, down_bias = (getattr(lw, f"ffn_{name}{kind}{end}") for name in ("up", "down") for end in ("", "_bias"))
+    return ops.linear(ops.activate(layer.act, ops.linear(h, up, up_bias)), down, down_bias)
 
 def expert_mlp(ops, layer, lw, h):
     "Each token's few experts, and the shared part that every token visits"
-    router = layer.router
+    router, x = layer.router, ops.linear(h, lw.ffn_latent_down) if layer.n_latent else h          # experts may work in a narrower space
     choices = ops.route(ops.linear(h, lw.ffn_gate_inp, lw.ffn_gate_inp_bias), router, lw.exp_probs_b_bias, lw.routes)
-    gate = ops.experts(h, lw.ffn_gate_exps, choices, router, lw.ffn_gate_exps_bias)
-    up = ops.experts(h, lw.ffn_up_exps, choices, router, lw.ffn_up_exps_bias)
+    gate = ops.experts(x, lw.ffn_gate_exps, choices, router, lw.ffn_gate_exps_bias) if layer.gated_experts else None
+    up = ops.experts(x, lw.ffn_up_exps, choices, router, lw.ffn_up_exps_bias)
     h2 = ops.expert_act(layer.act, gate, up, layer.n_ff, choices, router)
     out = ops.combine_experts(ops.experts(h2, lw.ffn_down_exps, choices, router, lw.ffn_down_exps_bias, per_pair=True), choices, lw.ffn_down_exps.n, router)
+    if layer.n_latent: out = ops.linear(out, lw.ffn_latent_up)
     if not layer.n_ff_shared: return out
-    shared = gated_mlp(ops, layer, lw, h, "_shexp")
+    shared = (gated_mlp if layer.gated_experts else plain_mlp)(ops, layer, lw, h, "_shexp")
     if layer.shared_gate: shared = ops.gate_rows(shared, ops.linear(h, lw.ffn_gate_inp_shexp))
     return ops.add(out, shared)
 
@@ -61,8 +63,13 @@ def with_state(block):
     "A mixer that knows the sizes of its state and nothing else of the layer"
     return lambda ops, layer, lw, h, batch, cache, eps: block(ops, layer.state, lw, h, batch, cache, eps)
 
-MIXERS = {"full_attention": attention_block, "sliding_attention": attention_block,
-          "gated_delta": with_state(delta_block), "mamba1": with_state(mamba1_block), "mamba2": with_state(mamba2_block)}
+def side_by_side(one, other):
+    "Two mixers that read the same norm, and their sum"
+    return lambda ops, *args: ops.add(one(ops, *args), other(ops, *args))
+
+MIXERS = {"full_attention": attention_block, "sliding_attention": attention_block, "gated_delta": with_state(delta_block),
+          "mamba1": with_state(mamba1_block), "mamba2": with_state(mamba2_block), "short_conv": with_state(short_conv_block),
+          "attention_and_mamba2": side_by_side(attention_block, with_state(mamba2_block))}
 FEED_FORWARDS = {"dense": gated_mlp, "plain": plain_mlp, "moe": expert_mlp}
 
 # %% ../nbs/31_model.ipynb #8d3d767d
@@ -89,12 +96,13 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #cfe1a025
+# %% ../nbs/31_model.ipynb #e90df641
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias",
-            "ssm_norm", "ssm_dt_norm")
+            "ssm_norm", "ssm_dt_norm", "ffn_up_shexp_bias", "ffn_down_shexp_bias")
 
 FORMS = {"ssm_conv1d": lambda ops, layer, values: ops.filters(values),
+         "shortconv_conv": lambda ops, layer, values: ops.filters(values),
          "ssm_norm": lambda ops, layer, values: ops.groups(values),
          "ssm_a": lambda ops, layer, values: to_tiles(values) if layer.mixer == "mamba1" else ops.vector(values.ravel()),
          "ssm_d": lambda ops, layer, values: ops.vector(values.ravel())}
@@ -118,6 +126,9 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops):
         setattr(place, key, matrix)
     for layer, lw in zip(config.layers, top.layers):
         if layer.qk_norm == "unit": lw.attn_q_norm = lw.attn_k_norm = ops.vector(np.ones(layer.head_dim_k, np.float32))
+        if getattr(layer.state, "dbc_norm", None) == "unit":
+            for key, n in (("dt", layer.state.time_step_rank), ("b", layer.state.state_size), ("c", layer.state.state_size)):
+                setattr(lw, f"ssm_{key}_norm", ops.vector(np.ones(n, np.float32)))
     if "rope_freqs.weight" in file.tensors: share_rope_factors(file, config, top)
     if not hasattr(top, "output"): top.output = top.token_embd
     return top, jobs
@@ -126,6 +137,7 @@ def destination(name: str, top, config: ModelConfig):
     "(namespace, attribute, layer spec) of a tensor; (None, None, None) for what the forward does not use"
     parts = name.removesuffix(".weight").replace(".bias", "_bias").split(".")
     if parts[0] == "blk": return top.layers[int(parts[1])], "_".join(parts[2:]), config.layers[int(parts[1])]
+    if parts[0] == config.output_norm: return top, "output_norm", None
     return (top, parts[0], None) if parts[0] in ("token_embd", "output_norm", "output_norm_bias", "output") else (None, None, None)
 
 def half_layout(tensor: QuantTensor, key: str, layer) -> QuantTensor:
