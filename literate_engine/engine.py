@@ -241,14 +241,15 @@ class EngineCore:
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
-# %% ../nbs/43_engine.ipynb #50201cc4
+# %% ../nbs/43_engine.ipynb #a83d19f9
 log = logging.getLogger("literate_engine.engine")
 
 def _forward(self, scheduled: list) -> dict[str, np.ndarray]:
     "request_id -> the rows of logits it asked for; after a failure, of those requests that work alone."
     if not scheduled: return {}
     try:
-        self.model.batch.fill([(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n), r.cache.slot) for r, n in scheduled], n_vocab=self.model.config.n_vocab)
+        seqs = [(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n), r.cache.slot) for r, n in scheduled]
+        self.model.batch.fill(seqs, n_vocab=self.model.config.n_vocab)
         logits = self.model.forward(self.model.batch)
     except Exception as e:
         if len(scheduled) == 1: return self.fail(scheduled[0][0], e) or {}
