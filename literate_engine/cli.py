@@ -199,7 +199,7 @@ def _engine_notes(g) -> list[str]:
     matrices = Counter()
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
     held = [f"{name} has no kernel: {n*4/2**20:,.1f} MiB of its values are held as F32" for name, n in matrices.items() if n and name not in ACT_OF]
-    kv = kv_bytes_per_block(config.layers, "f16")/BLOCK_SIZE
+    kv = kv_bytes_per_block(config.kv_layers, "f16")/BLOCK_SIZE
     return [*(f"{n} layer{'s' * (n != 1)} of {mixer}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
             "runs on the CPU; kernels for " + ", ".join(name for name, n in matrices.items() if n and name in ACT_OF), *held,
             f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context", *config.notes]

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir, rel_err
-from literate_engine.gguf import GGUFFile
+from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.linear_cpu import LINEAR_FORMATS
 from literate_engine.model import Model, prompt_logits
+from literate_engine.quants import QuantTensor, quantize
 from literate_engine.tokenizer import Tokenizer
 
 FIXTURES = data_dir()/"fixtures"
 FLOAT = ["llama", "llama3rope", "gemma3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "smollm3", "olmo2", "granite", "ernie4_5", "seed_oss", "gemma2", "cohere2", "starcoder2",
-         "glm4_moe_nextn", "llama4"]
+         "glm4_moe_nextn", "llama4", "deepseek_v2", "deepseek_v3_yarn"]
 QUANT = ["llama.Q4_1", "llama.Q5_0", "llama.Q8_0", "llama.Q4_K_M", "qwen3moe.Q4_K_M", "gpt_oss.MXFP4_MOE"]
-MORE = ["qwen3moe", "mixtral", "qwen2moe", "olmoe", "glm4_moe", "gpt_oss", "gpt_oss_notrunc", "minimax_m2"] if "LITERATE_FIXTURES" in os.environ else []
+MORE = ["qwen3moe", "mixtral", "qwen2moe", "olmoe", "glm4_moe", "gpt_oss", "gpt_oss_notrunc", "minimax_m2", "deepseek_v3"] if "LITERATE_FIXTURES" in os.environ else []
 OPTIONS = {"gpt_oss": dict(yarn_truncate=True), "gpt_oss.MXFP4_MOE": dict(yarn_truncate=True)}      # these logits are with the ramp rounded, as llama.cpp does it
 APART = {"olmoe": 2e-5}                                # the two implementations part by 1.3e-5: one took the norms' epsilon as 1e-6, the file says 1e-5
 REAL = {"smollm2": "smollm2_generation.json", "gemma3": "gemma3_270m_generation.json"}
@@ -95,7 +96,7 @@ def test_types_without_a_kernel_are_reported():
     assert model.notes == ([] if "MXFP4" in LINEAR_FORMATS else ["MXFP4 has no CPU kernel: its matrices are held as F32"])
     model.close()
 
-@pytest.mark.parametrize("name", ["llama", "glm4_moe_nextn", "llama4", "qwen3moe.Q4_K_M", "gpt_oss.MXFP4_MOE"])
+@pytest.mark.parametrize("name", ["llama", "glm4_moe_nextn", "llama4", "deepseek_v3_yarn", "qwen3moe.Q4_K_M", "gpt_oss.MXFP4_MOE"])
 def test_batched_equals_alone(name):
     want = np.load(find(name, "npz"))
     for options in (dict(activations="float32"), dict(activations="int8"), dict(activations="int8", num_threads=2)):
@@ -107,6 +108,23 @@ def test_batched_equals_alone(name):
         got = model.forward(model.batch)
         assert (got[:len(b)] == alone[1]).all() and (got[len(b):] == alone[0]).all()
         model.close()
+
+def test_latent_attention_without_a_compressed_query(tmp_path):
+    "DeepSeek's smallest models make queries in one step; the tensors tell, not the number of layers. Quantised matrices for each head."
+    rng = np.random.default_rng(0)
+    with GGUFFile(find("deepseek_v2", "gguf")) as f:
+        tensors = {n: QuantTensor.from_gguf(f, n).dequantize() for n in f.tensors if "attn_q" not in n}
+        tensors |= {f"blk.{i}.attn_q.weight": (rng.standard_normal((192, 64))/8).astype(np.float32) for i in range(3)}
+        quantised = {n: (quantize(t.reshape(-1, t.shape[-1]), "Q8_0"), "Q8_0", t.shape) if n.endswith(("_b.weight", "attn_q.weight")) else t for n, t in tensors.items()}
+        write_gguf(tmp_path/"lite.gguf", {k: f.metadata[k] for k in f.metadata if "q_lora" not in k}, quantised)
+    ids, logits = list(range(40, 90)), {}
+    for name, options in {"ref": dict(device="ref"), "float32": dict(activations="float32"), "int8": dict()}.items():
+        model = Model(tmp_path/"lite.gguf", max_model_len=64, max_num_seqs=64, **options)
+        logits[name] = prompt_logits(model, ids)
+        if name == "int8": assert model.cache.nbytes == 3*model.cache.num_blocks*16*80*2           # compressed and rotated part of a key, in float16: nothing else
+        if name != "ref": assert (prompt_logits(model, ids, 9) == logits[name]).all()
+        model.close()
+    assert rel_err(logits["float32"], logits["ref"]) < 1e-5 and rel_err(logits["int8"], logits["ref"]) < 5e-2
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("mode", ["ref", "float32", "int8"])
