@@ -77,13 +77,13 @@ def serve(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
 
-# %% ../nbs/61_cli.ipynb #436f0a0e
+# %% ../nbs/61_cli.ipynb #3dd0c166
 def _llm(model: str, **options):
     "The engine with a model loaded."
     from literate_engine.core import find_model, without_gc
     path = find_model(model)
     with without_gc():
-        from literate_engine.engine import LLM
+        from literate_engine.llm import LLM
         return LLM(path, **_given(**options))
 
 def _text(argument: str) -> str:
