@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['GATINGS', 'QKV', 'ARCHITECTURES', 'ROUTERS', 'GATING_IDS', 'STATES', 'MIXER_TENSORS', 'RopeSpec', 'RouterSpec',
            'LatentSpec', 'DeltaSpec', 'SSMSpec', 'ConvSpec', 'LayerSpec', 'KVSpec', 'TensorNeed', 'ModelConfig',
-           'Facts', 'Architecture', 'architecture', 'head_dims', 'check_heads', 'latent_spec', 'attention_scale',
-           'windows', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec', 'expert_parts', 'vocab_sizes',
-           'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec', 'read_layers', 'qk_norm',
-           'norm_epsilon', 'context_length', 'from_metadata', 'layer_tensors', 'attention_tensors', 'conv_tensors',
-           'mamba1_tensors', 'mamba2_tensors', 'short_conv_tensors', 'delta_tensors', 'latent_tensors', 'ffn_tensors',
-           'inventory', 'check_tensors']
+           'Facts', 'Architecture', 'architecture', 'head_dims', 'window_dims', 'check_heads', 'latent_spec',
+           'attention_scale', 'windows', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec', 'expert_parts',
+           'vocab_sizes', 'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec', 'read_layers',
+           'kv_sources', 'qk_norm', 'norm_epsilon', 'context_length', 'from_metadata', 'layer_tensors',
+           'attention_tensors', 'conv_tensors', 'mamba1_tensors', 'mamba2_tensors', 'short_conv_tensors',
+           'delta_tensors', 'latent_tensors', 'ffn_tensors', 'inventory', 'check_tensors']
 
 # %% ../nbs/05_config.ipynb #9fce89fc
 import difflib
@@ -122,7 +122,7 @@ class ConvSpec:
     n_channels: int
     conv_kernel: int                  # tokens that it sees
 
-# %% ../nbs/05_config.ipynb #ed6bcfd2
+# %% ../nbs/05_config.ipynb #e8787509
 @dataclass(frozen=True)
 class LayerSpec:
     "Everything the forward pass must know about one layer, beyond its weights."
@@ -139,20 +139,27 @@ class LayerSpec:
     softcap: float = 0.0              # c > 0: scores become c * tanh(scores / c)
     biases: tuple[str, ...] = ()      # weights of the layer that come with a bias
     qk_norm: str | None = None        # RMS norm of q and k before the rotation: "head" over each head, "row" over all, "unit" over each, no weights
+    v_norm: bool = False              # RMS norm of v over each head, no weights
+    v_is_k: bool = False              # there is no attn_v: v is k as it is before its norm and rotation
+    kv_from: int | None = None        # the layer whose keys and values are read in place of own ones
     sinks: bool = False               # each head has one more score in its softmax, which brings no value
     latent: LatentSpec | None = None  # of a "latent_attention" layer: the first head_dim_v numbers of a key are also the value
     pre_norms: bool = True            # RMS norms before attention and before the feed-forward part
     post_norms: bool = False          # RMS norms also after attention and after the feed-forward part, before the residual sums
-    ffn_norm: str = "ffn_norm"        # name of the weight of the norm before the feed-forward part
+    ffn_norm: str = "ffn_norm"        # name of the weight of the norm before the feed-forward part; "": that part norms what it reads itself
     parallel: bool = False            # attention and feed-forward read the same norm
     residual_scale: float = 1.0       # what a block adds to the stream is multiplied by this
     act: str = "silu"                 # activation of the gate: "silu" | "gelu" (the tanh form) | "relu2" | "swiglu_oai" (experts only)
-    ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router` chooses; None: there is none
-    router: RouterSpec | None = None  # of a "moe" layer
+    ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router` chooses;
+                                      # "dense_and_moe": both, each between norms of its own; None: there is none
+    router: RouterSpec | None = None  # of a layer with experts
     n_ff_shared: int = 0              # width of a dense part that every token visits besides its experts; 0: there is none
     shared_gate: bool = False         # that part's result is multiplied by the sigmoid of a product with the token
     gated_experts: bool = True        # experts and the shared part have a gate, as a "dense" part has; False: as a "plain" one
     n_latent: int = 0                 # experts work between two projections to and from this width; 0: on the stream
+    fused: str = ""                   # name of a tensor that holds a gate's rows and then those of the up projection
+    n_embd_layer: int = 0             # width of an embedding of the layer's own, which is added at its end; 0: there is none
+    output_scale: bool = False        # the stream behind the layer is multiplied by a number of the layer's own
     state: DeltaSpec | SSMSpec | ConvSpec | None = None     # sizes of a mixer that keeps a state
     bare: tuple[str, ...] = ("ssm_a", "ssm_d")   # weights whose names do not end in .weight
 
@@ -168,7 +175,7 @@ class TensorNeed(NamedTuple):
     shape: tuple[int, ...]            # row-major: (n_out, n_in) for a matrix
     required: bool = True             # False: the model works without it
 
-# %% ../nbs/05_config.ipynb #653f83c5
+# %% ../nbs/05_config.ipynb #67a9f607
 @dataclass(frozen=True)
 class ModelConfig:
     "The frozen facts of one model file."
@@ -195,7 +202,9 @@ class ModelConfig:
     @property
     def kv_layers(self) -> list[KVSpec]:
         "What each layer keeps in the KV cache."
-        return [KVSpec(l.n_head_kv, l.head_dim_k, 0 if l.latent else l.head_dim_v) for l in self.layers]
+        return [KVSpec(l.n_head_kv if l.kv_from is None else 0, l.head_dim_k, 0 if l.latent else l.head_dim_v) for l in self.layers]
+    @property
+    def n_embd_layer(self) -> int: return self.layers[0].n_embd_layer
 
     @classmethod
     def from_gguf(cls, file, rope_freq_base: float | None = None, yarn_truncate: bool | None = None) -> "ModelConfig":
@@ -267,7 +276,7 @@ class Facts:
         if not all(_is_int(v) and low <= v < 2**31 for v in value): raise self.bad(name, value, f"integers of at least {low}")
         return tuple(int(v) for v in value)
 
-# %% ../nbs/05_config.ipynb #8f1074e5
+# %% ../nbs/05_config.ipynb #2f6e7a68
 @dataclass(frozen=True)
 class Architecture:
     "What an architecture's name implies and its files do not say."
@@ -296,6 +305,12 @@ class Architecture:
     swa_base: float | None = None     # base of the windowed layers where the file has no rope.freq_base_swa; None: as the others
     rope_base: float = 10000.0        # where the file has no rope.freq_base
     wide_scale: frozenset = frozenset()   # block_counts whose attention scale comes from n_embd / n_head in place of the key width
+    unit_scale: bool = False          # q.k is not scaled
+    v_norm: bool = False
+    v_maybe: bool = False             # LayerSpec.v_is_k where the file has no attn_v
+    fused_mlp: bool = False           # ffn_up holds the gate's rows too
+    biases_maybe: bool = False        # biases count only where the file has them
+    moe_beside: bool = False          # layers with experts are "dense_and_moe"
     latent: bool = False              # every layer is latent_attention
     recurrent: str | None = None      # mixer of the layers that do not attend; None: all attend
     side_by_side: str | None = None   # mixer of the layers that do both at once
@@ -307,7 +322,7 @@ class Architecture:
     bare: tuple[str, ...] = ()        # further weights whose names do not end in .weight
     output_norm: str = "output_norm"
 
-# %% ../nbs/05_config.ipynb #8d412e38
+# %% ../nbs/05_config.ipynb #c73de9ed
 QKV = ("attn_q", "attn_k", "attn_v")
 ARCHITECTURES = {
     "llama": Architecture(rope_layout="adjacent"),
@@ -334,6 +349,9 @@ ARCHITECTURES = {
     "gemma2": Architecture(rope_layout="half", act="gelu", post_norms=True, scaled_embd=True, global_every=2, wide_scale=frozenset({46})),
     "gemma3": Architecture(rope_layout="half", act="gelu", qk_norm="head", post_norms=True, scaled_embd=True, global_every=6,
                            swa_base=10000.0, rope_base=1000000.0, wide_scale=frozenset({62})),          # 62 layers: Gemma 3 27B
+    "gemma4": Architecture(rope_layout="half", act="gelu", qk_norm="head", v_norm=True, v_maybe=True, unit_scale=True, post_norms=True, scaled_embd=True,
+                           global_every=6, swa_base=10000.0, rope_base=1000000.0, moe_beside=True),
+    "glm4": Architecture(rope_layout="adjacent", biases=QKV, biases_maybe=True, post_norms=True, fused_mlp=True),
     "mamba": Architecture(rope_layout="half", recurrent="mamba1", one_part=True),
     "mamba2": Architecture(rope_layout="half", recurrent="mamba2", one_part=True),
     "nemotron_h": Architecture(rope_layout="half", recurrent="mamba2", one_part=True, rotate_all_but=1, ffn="plain", act="relu2", ffn_norm="attn_norm"),
@@ -354,7 +372,7 @@ def architecture(
     hint = f"; near names: {', '.join(near)}" if near else ""
     raise GGUFError(f"general.architecture is {_short(arch)}, which is not supported{hint} (supported: {', '.join(sorted(ARCHITECTURES))})")
 
-# %% ../nbs/05_config.ipynb #d806f1e9
+# %% ../nbs/05_config.ipynb #ca608a19
 def head_dims(f: Facts, n_embd: int, n_head: int) -> tuple[int, int]:
     "Widths of a key and of a value."
     if f.has("attention.key_length"): quotient = None
@@ -362,6 +380,10 @@ def head_dims(f: Facts, n_embd: int, n_head: int) -> tuple[int, int]:
     else: quotient = n_embd // n_head
     dim_k = f.integer("attention.key_length", quotient, high=1024)
     return dim_k, f.integer("attention.value_length", dim_k if quotient is None else quotient, high=1024)
+
+def window_dims(f: Facts, dims: tuple[int, int]) -> tuple[int, int]:
+    "The same of windowed layers, which may have heads of another width."
+    return f.integer("attention.key_length_swa", dims[0], high=1024), f.integer("attention.value_length_swa", dims[1], high=1024)
 
 def check_heads(f: Facts, n_head: int, n_head_kv: int):
     "Query heads are shared evenly among the key/value heads."
@@ -419,12 +441,13 @@ def rope_scaling(f: Facts, truncate: bool = True) -> dict:
     return dict(scaling="yarn", factor=factor, magnify=magnify, n_ctx_orig=f.integer("rope.scaling.original_context_length", f.integer("context_length")),
                 beta_fast=f.number("rope.scaling.yarn_beta_fast", 32.0), beta_slow=f.number("rope.scaling.yarn_beta_slow", 1.0), truncate=truncate)
 
-# %% ../nbs/05_config.ipynb #68cd9c96
+# %% ../nbs/05_config.ipynb #acdb7258
 def rope_specs(
     f: Facts, a: Architecture,
     head_dim_k: int,
     override: float | None,           # EngineConfig.rope_freq_base
     truncate: bool | None = None,     # EngineConfig.yarn_truncate
+    window_dim_k: int | None = None,  # width of a head in windowed layers; None: the same
 ) -> tuple[RopeSpec, RopeSpec]:       # of the layers that see everything, of the windowed ones
     "The two rotary embeddings of a model."
     dim = f.integer("rope.dimension_count", head_dim_k)
@@ -435,6 +458,8 @@ def rope_specs(
     scaling = rope_scaling(f, a.yarn_truncate if truncate is None else truncate)
     full = RopeSpec(dim, rope_base(f, a, override), a.rope_layout, freq_factors=freq_factors, **scaling)
     if not a.global_every or a.swa_stretched: return full, full
+    dim = f.integer("rope.dimension_count_swa", min(dim, window_dim_k or dim), high=window_dim_k or head_dim_k)
+    if dim % 2: raise f.bad("rope.dimension_count_swa", dim, "an even number")
     return full, RopeSpec(dim, f.number("rope.freq_base_swa", a.swa_base or full.base), a.rope_layout)
 
 # %% ../nbs/05_config.ipynb #8bbca1ae
@@ -466,16 +491,18 @@ def router_spec(f: Facts) -> RouterSpec | None:            # None: the model has
     try: return RouterSpec(n, used, **facts)
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #deddfc80
+# %% ../nbs/05_config.ipynb #688bc364
 def expert_parts(f: Facts, a: Architecture, n_layer: int, n_ff: tuple) -> list[dict]:
     "For each layer the fields of its LayerSpec that depend on experts."
-    router, dense = router_spec(f), [dict(ffn=a.ffn, n_ff=n) for n in n_ff]
+    router, dense = router_spec(f), [dict(ffn=a.ffn, n_ff=n, fused="ffn_up" if a.fused_mlp else "") for n in n_ff]
     if router is None: return dense
     leading, step = f.integer("leading_dense_block_count", 0, low=0), f.integer("interleave_moe_layer_step", 1)
     def moe(i):
         width = f.integer("expert_feed_forward_length", n_ff[i])
         shared = f.integer("expert_shared_feed_forward_length", f.integer("expert_shared_count", a.n_shared, low=0, high=4096)*width, low=0)
-        return dict(ffn="moe", router=router, n_ff=width, n_ff_shared=shared, shared_gate=a.shared_gate and shared > 0,
+        fused = "ffn_gate_up_exps" if f"blk.{i}.ffn_gate_up_exps.weight" in f.shapes else ""
+        if a.moe_beside: return dict(ffn="dense_and_moe", ffn_norm="", router=router, n_ff=width, n_ff_shared=n_ff[i], fused=fused)
+        return dict(ffn="moe", router=router, n_ff=width, n_ff_shared=shared, shared_gate=a.shared_gate and shared > 0, fused=fused,
                     gated_experts=a.ffn != "plain", n_latent=f.integer("moe_latent_size", 0, low=0))
     routed = lambda i: f"blk.{i}.ffn_gate_inp.weight" in f.shapes if a.moe_maybe else i >= leading and (i + 1) % step == 0
     return [moe(i) if routed(i) else dense[i] for i in range(n_layer)]
@@ -525,7 +552,7 @@ def state_spec(f: Facts, a: Architecture):                 # None: no layer keep
     try: return STATES[a.recurrent](f, a) if a.recurrent else None
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #7435c451
+# %% ../nbs/05_config.ipynb #6f551322
 def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: float | None, truncate: bool | None) -> tuple[LayerSpec, ...]:
     "One LayerSpec for each block of the file."
     low = 0 if a.recurrent else 1
@@ -538,24 +565,39 @@ def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: 
                   bare=LayerSpec.bare + a.bare)
     recurrent, state, latent, layers = recurrent_layers(f, a, n_head_kv), state_spec(f, a), None, []
     if not all(recurrent):
-        dim_k, dim_v = head_dims(f, n_embd, max(n_head))
+        dims = head_dims(f, n_embd, max(n_head))
+        dims_swa = window_dims(f, dims)
         rotates = a.rotate_all_but != 1 and not (a.rope_if_finetuned and not f.flag("rope.scaling.finetuned"))
-        full, windowed = rope_specs(f, a, dim_k, override, truncate) if rotates else (None, None)
-        if a.latent: latent = latent_spec(f, a, full.dim, (dim_k, dim_v))
-    for i, window in enumerate(windows(f, a, n_layer)):
+        full, windowed = rope_specs(f, a, dims[0], override, truncate, dims_swa[0]) if rotates else (None, None)
+        if a.latent: latent = latent_spec(f, a, full.dim, dims)
+    kinds = windows(f, a, n_layer)
+    source = kv_sources(f, kinds)
+    for i, window in enumerate(kinds):
         if a.one_part and n_ff[i] or recurrent[i]:
             mixer = None if a.one_part and n_ff[i] else a.recurrent
             layers.append(LayerSpec(mixer, 0, 0, 0, 0, rope=None, state=state if mixer else None, **common | parts[i]))
             continue
         check_heads(f, n_head[i], n_head_kv[i])
-        scale_dim = n_embd / n_head[i] if n_layer in a.wide_scale else dim_k
+        dim_k, dim_v = dims_swa if window else dims
+        scale_dim = 1.0 if a.unit_scale else n_embd / n_head[i] if n_layer in a.wide_scale else dim_k
         rope = None if a.rotate_all_but and i % a.rotate_all_but == a.rotate_all_but - 1 else windowed if window else full
         mixer = "latent_attention" if latent else a.side_by_side or ("sliding_attention" if window else "full_attention")
         layers.append(LayerSpec(mixer=mixer, latent=latent, n_head=n_head[i], n_head_kv=n_head_kv[i],
                                 head_dim_k=dim_k, head_dim_v=dim_v, window=window, rope=rope, softcap=cap, sinks=a.sinks,
-                                attn_scale=attention_scale(f, scale_dim), biases=a.biases, qk_norm=qk_norm(f, a, i, rope),
+                                attn_scale=attention_scale(f, scale_dim), qk_norm=qk_norm(f, a, i, rope), v_norm=a.v_norm, kv_from=source[i],
+                                v_is_k=a.v_maybe and source[i] is None and f"blk.{i}.attn_v.weight" not in f.shapes,
+                                biases=tuple(b for b in a.biases if not a.biases_maybe or f"blk.{i}.{b}.bias" in f.shapes),
+                                n_embd_layer=f.integer("embedding_length_per_layer_input", 0, low=0), output_scale=f"blk.{i}.layer_output_scale.weight" in f.shapes,
                                 state=state if a.side_by_side else None, **common | parts[i]))
     return tuple(layers)
+
+def kv_sources(f: Facts, kinds: tuple[int, ...]) -> list[int | None]:
+    "LayerSpec.kv_from of each layer: the last few may read what the last layer of their kind before them has stored."
+    first = len(kinds) - f.integer("attention.shared_kv_layers", 0, low=0, high=len(kinds) - 1)
+    last = {bool(w): i for i, w in enumerate(kinds[:first])}
+    if missing := [i for i in range(first, len(kinds)) if bool(kinds[i]) not in last]:
+        raise f.bad("attention.shared_kv_layers", len(kinds) - first, f"fewer, since no layer before {missing[0]} is of its kind")
+    return [None if i < first else last[bool(w)] for i, w in enumerate(kinds)]
 
 def qk_norm(f: Facts, a: Architecture, i: int, rope: RopeSpec | None) -> str | None:
     "LayerSpec.qk_norm of layer i"
@@ -598,15 +640,17 @@ def from_metadata(
                        logit_softcap=f.number("final_logit_softcapping") if f.has("final_logit_softcapping") else 0.0,
                        output_norm=a.output_norm, tied="output.weight" not in shapes, n_extra=n_extra, notes=tuple(f.notes))
 
-# %% ../nbs/05_config.ipynb #d58ac1eb
+# %% ../nbs/05_config.ipynb #f116de24
 def layer_tensors(s: LayerSpec, n_embd: int) -> dict[str, TensorNeed]:
     "Names (without `blk.<i>.`) and shapes of one layer's tensors."
     t = MIXER_TENSORS[s.mixer](s, n_embd) | ffn_tensors(s, n_embd)
     if s.pre_norms and s.mixer: t["attn_norm"] = (n_embd,)
-    if s.pre_norms and s.ffn and not s.parallel: t[s.ffn_norm] = (n_embd,)
+    if s.pre_norms and s.ffn and s.ffn_norm and not s.parallel: t[s.ffn_norm] = (n_embd,)
     if s.post_norms: t |= {"post_attention_norm": (n_embd,), "post_ffw_norm": (n_embd,)}
-    needs = {name if name in s.bare or name.endswith(".bias") else f"{name}.weight": TensorNeed(shape) for name, shape in t.items()}
-    if s.router: needs["exp_probs_b.bias"] = TensorNeed((s.router.n_expert,), required=False)
+    if s.n_embd_layer: t |= {"inp_gate": (s.n_embd_layer, n_embd), "proj": (n_embd, s.n_embd_layer), "post_norm": (n_embd,)}
+    if s.output_scale: t["layer_output_scale"] = (1,)
+    needs = {name if name in s.bare or name.endswith((".bias", ".scale")) else f"{name}.weight": TensorNeed(shape) for name, shape in t.items()}
+    if s.router: needs |= dict.fromkeys(("exp_probs_b.bias", "ffn_down_exps.scale"), TensorNeed((s.router.n_expert,), required=False))
     return needs | {f"{name}.bias": TensorNeed(t[name][:-1] or t[name]) for name in s.biases if name in t}
 
 def attention_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
@@ -616,7 +660,8 @@ def attention_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     if s.sinks: t["attn_sinks"] = (s.n_head,)
     if s.qk_norm == "head": t |= {"attn_q_norm": (s.head_dim_k,), "attn_k_norm": (s.head_dim_k,)}
     if s.qk_norm == "row": t |= {"attn_q_norm": (q,), "attn_k_norm": (k,)}
-    return t
+    unused = ("attn_k", "attn_v", "attn_k_norm") if s.kv_from is not None else ("attn_v",) if s.v_is_k else ()
+    return {name: shape for name, shape in t.items() if name not in unused}
 
 def conv_tensors(s, bias: bool) -> dict[str, tuple]:
     "The convolution before a state"
@@ -665,15 +710,22 @@ def ffn_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of the feed-forward part's matrices"
     def part(kind, n_ff, n_in, *n, gate=s.gated_experts):
         return {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)} | ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {})
+    def fuse(t, kind):
+        if s.fused: (*n, n_ff, n_in), _ = t.pop(f"ffn_gate{kind}"), t.pop(f"ffn_up{kind}"); t[s.fused] = (*n, 2*n_ff, n_in)
+        return t
     if s.ffn is None: return {}
-    if s.router is None: return part("", s.n_ff, n_embd, gate=s.ffn == "dense")
+    if s.router is None: return fuse(part("", s.n_ff, n_embd, gate=s.ffn == "dense"), "")
     t = part("_exps", s.n_ff, s.n_latent or n_embd, s.router.n_expert) | {"ffn_gate_inp": (s.router.n_expert, n_embd)}
     if s.n_latent: t |= {"ffn_latent_down": (s.n_latent, n_embd), "ffn_latent_up": (n_embd, s.n_latent)}
+    t = fuse(t, "_exps")
+    if s.ffn == "dense_and_moe":
+        norms = ("ffn_norm", "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2", "ffn_gate_inp.scale")
+        return t | part("", s.n_ff_shared, n_embd) | dict.fromkeys(norms, (n_embd,))
     if s.n_ff_shared: t |= part("_shexp", s.n_ff_shared, n_embd)
     if s.shared_gate: t["ffn_gate_inp_shexp"] = (1, n_embd)
     return t
 
-# %% ../nbs/05_config.ipynb #605ffc02
+# %% ../nbs/05_config.ipynb #bd057ed8
 def inventory(config: ModelConfig) -> dict[str, TensorNeed]:
     "Name -> shape of every tensor of a model."
     embd = (config.n_vocab, config.n_embd)
@@ -681,6 +733,9 @@ def inventory(config: ModelConfig) -> dict[str, TensorNeed]:
     for i, s in enumerate(config.layers): t |= {f"blk.{i}.{name}": need for name, need in layer_tensors(s, config.n_embd).items()}
     for s in config.layers:
         if s.rope and s.rope.freq_factors: t[s.rope.freq_factors] = TensorNeed((s.rope.dim // 2,))
+    if n := config.n_layer*config.n_embd_layer:
+        t |= {"per_layer_token_embd.weight": TensorNeed((config.n_vocab, n)), "per_layer_model_proj.weight": TensorNeed((n, config.n_embd)),
+              "per_layer_proj_norm.weight": TensorNeed((config.n_embd_layer,))}
     if config.norm == "layer" and any(s.biases for s in config.layers): t[f"{config.output_norm}.bias"] = TensorNeed((config.n_embd,))
     return t | {f"{config.output_norm}.weight": TensorNeed((config.n_embd,)), "output.weight": TensorNeed(embd, required=not config.tied)}
 

@@ -25,7 +25,7 @@ from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, 
 from .quants import QuantTensor
 from .ssm import (mamba1_scan_ref, mamba2_scan_ref, ssm_dt_ref, ssm_gate_ref, ssm_norm_gate_ref, ssm_shapes, take_columns_ref)
 
-# %% ../nbs/29_recorder.ipynb #9facb15b
+# %% ../nbs/29_recorder.ipynb #a86e6460
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache, and its part of the recurrent states"
@@ -70,6 +70,7 @@ class ReferenceOps:
     def gated(self, act, gate, up): return gated_ref(act, gate, up)
     def activate(self, act, x): return activate_ref(act, x)
     def softcap(self, x, cap, scale=1.0): return softcap_ref(x, cap, scale)
+    def scale(self, x, scale): return softcap_ref(x, 0., scale)
     def take_rows(self, x, rows): return x[rows]
     def rope(self, x, positions, spec, head_dim, freq_factors=None):
         return rope_ref(x, positions, shared_table(self, spec, freq_factors), head_dim)
@@ -78,8 +79,8 @@ class ReferenceOps:
     def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
     def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.k, kv.v, batch, layer, sinks)
 
-def _route(self, logits, router, exp_probs_b=None, routes=None):
-    choices = choice_rows(*route_ref(logits, router, exp_probs_b))
+def _route(self, logits, router, exp_probs_b=None, expert_scale=None, routes=None):
+    choices = choice_rows(*route_ref(logits, router, exp_probs_b, expert_scale))
     if routes is not None: routes[:len(choices)] = choices                 # for whoever wants to know, after the step
     return choices
 
@@ -137,7 +138,7 @@ class Instruction:
 
     def reads(self): return [v for v, _, writes in self.access if not writes and isinstance(v, Value)]
 
-# %% ../nbs/29_recorder.ipynb #f5ec050e
+# %% ../nbs/29_recorder.ipynb #e09a0136
 @dataclass
 class CpuMatrix:
     "A weight [n, k] packed for the CPU kernels"
@@ -174,6 +175,7 @@ class Recorder:
         return self.emit("add", Value(x.width, x.rows, "columns"), [x, y, x.width, float(scale)], [(x, "columns", False), (y, "columns", False)])
     def softcap(self, x, cap, scale=1.0):
         return self.emit("softcap", Value(x.width, x.rows, "columns"), [x, x.width, float(cap), float(scale)], [(x, "columns", False)])
+    def scale(self, x, scale): return self.softcap(x, 0., scale)
     def gated(self, act, gate, up):
         return self.emit("gated", Value(gate.width, gate.rows, "columns"), [gate, up, gate.width, ACTS[act]], [(gate, "columns", False), (up, "columns", False)])
     def join_heads(self, a, b, n_head):
@@ -212,15 +214,15 @@ def _attention(self, q, kv, batch, layer, sinks=None):
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
-# %% ../nbs/29_recorder.ipynb #951ee503
+# %% ../nbs/29_recorder.ipynb #51393c5c
 def _record_linear_heads(self, x, w):
     "Head h of a row times matrix h: a mixture in which every token visits all experts in their order, once for each of its pairs"
     if w.n_expert not in self._quantized:
         self._quantized[w.n_expert] = self.emit("every_expert", Value(choice_width(w.n_expert), x.rows, "rows"), [w.n_expert], [], source=False)
     return self.experts(x, w, self._quantized[w.n_expert], RouterSpec(w.n_expert, w.n_expert), per_pair=True)
 
-def _record_route(self, logits, router, exp_probs_b=None, routes=None):
-    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, trace=routes)]
+def _record_route(self, logits, router, exp_probs_b=None, expert_scale=None, routes=None):
+    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, expert_scale, routes)]
     out = Value(choice_width(router.n_expert_used), logits.rows, "rows")
     return self.emit("route", out, [logits, *operands, "scratch", "scratch_bytes"], [(logits, "rows", False)])
 

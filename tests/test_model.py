@@ -22,7 +22,7 @@ FILES = {"gpt_oss_notrunc": "gpt_oss"}
 OPTIONS = {"gpt_oss": dict(yarn_truncate=True), "gpt_oss.MXFP4_MOE": dict(yarn_truncate=True)}      # these logits are with the ramp rounded, as llama.cpp does it
 APART = {"olmoe": 2e-5, "gemma4": 1e-4, "gemma4moe": 1e-4, "gemma4ple": 1e-4}       # implementations part: olmoe's epsilon was 1e-6 in one, 1e-5 in the file; gemma4: float32 rounding
 ATTEMPTS = [dict(device="ref"), dict(activations="float32"), dict(activations="float32", num_threads=2)]
-SOON = {"gemma4", "gemma4moe", "gemma4ple", "qwen3next", "qwen35", "qwen35moe", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe",
+SOON = {"qwen3next", "qwen35", "qwen35moe", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe",
         "jamba", "falcon_h1", "granitehybrid", "lfm2", "qwen3next.Q4_K_M"}
 
 def stems(*folders): return sorted({p.name.removesuffix(".npz") for f in folders for p in (SHARED/f).glob("*.npz")} - SOON - {"quant_blocks"})
@@ -67,7 +67,7 @@ def greedy(model, ids, steps):
 def test_float_fixture(name, options, record):
     want, model, ref = expected(name), load(name, num_kv_blocks=60, **options), options.get("device") == "ref"
     bound, by_position, alone = 3e-4 if "gemma4" in name else 1e-4, [], []
-    equal = (lambda a, b: rel_err(a, b) < 1e-5) if ref else (lambda a, b: (a == b).all())
+    equal = (lambda a, b: rel_err(a, b) < APART.get(name, 1e-5)) if ref else (lambda a, b: (a == b).all())
     for ids, logits, k in prompts(want):
         got = prompt_logits(model, ids)
         assert rel_err(got, logits) < bound
