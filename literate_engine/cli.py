@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/61_cli.ipynb #28a47b73
+# %% ../nbs/61_cli.ipynb #a72f12c9
 Model = Annotated[str, typer.Argument(help="A GGUF file, a known name (smollm2, gemma3-270m), or hf:owner/repo/file.gguf.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or ref (plain NumPy, slow).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.")]
@@ -26,9 +26,17 @@ Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest t
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this much probability.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
 
-app = typer.Typer(name="literate-engine", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+app = typer.Typer(name="literate-engine", no_args_is_help=True, invoke_without_command=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="A language-model inference engine that is read as a book and used as a product.",
                   context_settings={"help_option_names": ["-h", "--help"]})
+
+@app.callback()
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    "Options of the command itself"
+    if version:
+        from literate_engine import __version__
+        print(f"literate-engine {__version__}")
+        raise typer.Exit
 
 def _given(**options) -> dict:
     "The options that were given, so that the engine's own defaults stand for the rest."
@@ -108,7 +116,7 @@ def _stream(llm, token_ids: list[int], params) -> str:
     print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #9633d21f
+# %% ../nbs/61_cli.ipynb #34a8c9c6
 @app.command()
 def generate(
     model: Model,
@@ -155,6 +163,7 @@ def chat(
         messages = list(opening)
         while (line := _ask()) is not None:
             if line == "/new": messages = list(opening)
+            elif line.startswith("/") and " " not in line: print("end with Ctrl-D, start afresh with /new", file=sys.stderr)
             elif line:
                 asked = messages + [{"role": "user", "content": line}]
                 try: messages = asked + [{"role": "assistant", "content": _stream(llm, template.encode(llm.tokenizer, asked), params)}]
@@ -186,7 +195,7 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #fe046f8e
+# %% ../nbs/61_cli.ipynb #05613abd
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter
@@ -199,10 +208,12 @@ def _engine_notes(g) -> list[str]:
     matrices = Counter()
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
     held = [f"{name} has no kernel: {n*4/2**20:,.1f} MiB of its values are held as F32" for name, n in matrices.items() if n and name not in ACT_OF]
-    kv = kv_bytes_per_block(config.kv_layers, "f16")/BLOCK_SIZE
-    return [*(f"{n} layer{'s' * (n != 1)} of {mixer}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
+    kv, state = kv_bytes_per_block(config.kv_layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
+    memory = [f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context"]*(kv > 0)
+    if state: memory.append(f"recurrent state {state*4/2**20:,.2f} MiB a sequence")
+    return [*(f"{n} layer{'s' * (n != 1)} of {mixer or 'feed-forward alone'}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
             "runs on the CPU; kernels for " + ", ".join(name for name, n in matrices.items() if n and name in ACT_OF), *held,
-            f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context", *config.notes]
+            *memory, *config.notes]
 
 # %% ../nbs/61_cli.ipynb #a6f65b0f
 @app.command()

@@ -73,7 +73,7 @@ class LatentSpec:
     dim_nope: int                     # width of the part of a head's query that is not rotated; the rest is rope.dim wide
     dim_v: int                        # width of a head's value
 
-# %% ../nbs/05_config.ipynb #feb49b21
+# %% ../nbs/05_config.ipynb #138cb7c7
 @dataclass(frozen=True)
 class DeltaSpec:
     "The sizes of a gated delta layer; ValueError if they do not divide."
@@ -90,6 +90,8 @@ class DeltaSpec:
                              f"expected a multiple of ssm.group_count (key heads), which is {self.n_head_k}")
     @property
     def n_channels(self) -> int: return 2*self.n_head_k*self.head_dim_k + self.n_head_v*self.head_dim_v       # that are convolved
+    @property
+    def n_state(self) -> int: return self.n_head_v*self.head_dim_k*self.head_dim_v + (self.conv_kernel - 1)*self.n_channels      # values kept for a sequence
 
 @dataclass(frozen=True)
 class SSMSpec:
@@ -114,13 +116,17 @@ class SSMSpec:
     def head_dim(self) -> int: return self.inner_size//self.n_head
     @property
     def n_channels(self) -> int: return self.inner_size + 2*self.group_count*self.state_size       # that are convolved
+    @property
+    def n_state(self) -> int: return self.inner_size*self.state_size + (self.conv_kernel - 1)*self.n_channels      # values kept for a sequence
 
-# %% ../nbs/05_config.ipynb #f7c21c04
+# %% ../nbs/05_config.ipynb #ccf5ca27
 @dataclass(frozen=True)
 class ConvSpec:
     "The sizes of a layer that only convolves."
     n_channels: int
     conv_kernel: int                  # tokens that it sees
+    @property
+    def n_state(self) -> int: return (self.conv_kernel - 1)*self.n_channels     # values kept for a sequence
 
 # %% ../nbs/05_config.ipynb #e8787509
 @dataclass(frozen=True)
@@ -640,7 +646,7 @@ def from_metadata(
                        logit_softcap=f.number("final_logit_softcapping") if f.has("final_logit_softcapping") else 0.0,
                        output_norm=a.output_norm, tied="output.weight" not in shapes, n_extra=n_extra, notes=tuple(f.notes))
 
-# %% ../nbs/05_config.ipynb #f116de24
+# %% ../nbs/05_config.ipynb #a8305706
 def layer_tensors(s: LayerSpec, n_embd: int) -> dict[str, TensorNeed]:
     "Names (without `blk.<i>.`) and shapes of one layer's tensors."
     t = MIXER_TENSORS[s.mixer](s, n_embd) | ffn_tensors(s, n_embd)
@@ -709,7 +715,7 @@ MIXER_TENSORS = {"full_attention": attention_tensors, "sliding_attention": atten
 def ffn_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of the feed-forward part's matrices"
     def part(kind, n_ff, n_in, *n, gate=s.gated_experts):
-        return {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)} | ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {})
+        return ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {}) | {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)}
     def fuse(t, kind):
         if s.fused: (*n, n_ff, n_in), _ = t.pop(f"ffn_gate{kind}"), t.pop(f"ffn_up{kind}"); t[s.fused] = (*n, 2*n_ff, n_in)
         return t
