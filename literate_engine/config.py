@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['GATINGS', 'QKV', 'HYBRID', 'ARCHITECTURES', 'ROUTERS', 'GATING_IDS', 'STATES', 'MIXER_TENSORS', 'RopeSpec',
-           'RouterSpec', 'DeltaSpec', 'SSMSpec', 'ConvSpec', 'LayerSpec', 'TensorNeed', 'ModelConfig', 'Facts',
-           'Architecture', 'architecture', 'head_dims', 'check_heads', 'windows', 'rope_base', 'rope_scaling',
-           'rope_specs', 'router_spec', 'expert_parts', 'vocab_sizes', 'recurrent_layers', 'ssm_spec', 'delta_spec',
-           'conv_spec', 'state_spec', 'read_layers', 'fused', 'qk_norm', 'norm_epsilon', 'context_length',
-           'from_metadata', 'layer_tensors', 'attention_tensors', 'conv_tensors', 'mamba1_tensors', 'mamba2_tensors',
-           'short_conv_tensors', 'delta_tensors', 'ffn_tensors', 'inventory', 'check_tensors']
+           'RouterSpec', 'LatentSpec', 'DeltaSpec', 'SSMSpec', 'ConvSpec', 'LayerSpec', 'KVSpec', 'TensorNeed',
+           'ModelConfig', 'Facts', 'Architecture', 'architecture', 'head_dims', 'window_dims', 'check_heads',
+           'latent_spec', 'attention_scale', 'windows', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec',
+           'expert_parts', 'vocab_sizes', 'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec',
+           'read_layers', 'kv_sources', 'fused', 'qk_norm', 'norm_epsilon', 'context_length', 'from_metadata',
+           'layer_tensors', 'attention_tensors', 'conv_tensors', 'mamba1_tensors', 'mamba2_tensors',
+           'short_conv_tensors', 'delta_tensors', 'latent_tensors', 'ffn_tensors', 'inventory', 'check_tensors']
 
 # %% ../nbs/05_config.ipynb #9fce89fc
 import difflib
@@ -22,7 +23,7 @@ import numpy as np
 
 from .gguf import GGUFError
 
-# %% ../nbs/05_config.ipynb #363e2a85
+# %% ../nbs/05_config.ipynb #559a9cc8
 @dataclass(frozen=True)
 class RopeSpec:
     "The facts from which a layer's rotary angles are computed."
@@ -36,6 +37,7 @@ class RopeSpec:
     beta_slow: float = 1.0            # yarn: pairs that turn less often than this are divided by factor
     truncate: bool = True             # yarn: the ends of the ramp are rounded outwards to whole pairs
     freq_factors: str | None = None   # name of a tensor with one divisor per pair (Llama 3.1 and later), or None
+    magnify: bool = True              # yarn: cosines and sines are also multiplied by 0.1 ln(factor) + 1
 
 # %% ../nbs/05_config.ipynb #cd1972c9
 GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}     # names, and numbers for the compiled op
@@ -62,6 +64,14 @@ class RouterSpec:
         if not 0 < self.n_group_used <= self.n_group: raise ValueError(f"n_group_used is {self.n_group_used}: expected 1 to n_group, which is {self.n_group}")
         open = self.n_expert//self.n_group*self.n_group_used
         if self.n_expert_used > open: raise ValueError(f"n_expert_used is {self.n_expert_used}: the {self.n_group_used} groups kept hold only {open} experts")
+
+# %% ../nbs/05_config.ipynb #56fd59c6
+@dataclass(frozen=True)
+class LatentSpec:
+    "The widths of latent attention that the cache does not see."
+    q_rank: int                       # width of the compressed query; 0: attn_q makes the queries in one step
+    dim_nope: int                     # width of the part of a head's query that is not rotated; the rest is rope.dim wide
+    dim_v: int                        # width of a head's value
 
 # %% ../nbs/05_config.ipynb #138cb7c7
 @dataclass(frozen=True)
@@ -118,11 +128,11 @@ class ConvSpec:
     @property
     def n_state(self) -> int: return (self.conv_kernel - 1)*self.n_channels     # values kept for a sequence
 
-# %% ../nbs/05_config.ipynb #71c0a6ec
+# %% ../nbs/05_config.ipynb #d44c5b67
 @dataclass(frozen=True)
 class LayerSpec:
     "Everything the forward pass must know about one layer, beyond its weights."
-    mixer: str | None                 # "full_attention" | "sliding_attention" | "gated_delta" | "mamba1" | "mamba2" | "short_conv"
+    mixer: str | None                 # "full_attention" | "sliding_attention" | "latent_attention" | "gated_delta" | "mamba1" | "mamba2" | "short_conv"
                                       # | "attention_and_mamba2" (side by side); None: the layer is only a feed-forward part
     n_head: int                       # query heads
     n_head_kv: int                    # key/value heads; n_head is a multiple of it
@@ -135,24 +145,36 @@ class LayerSpec:
     softcap: float = 0.0              # c > 0: scores become c * tanh(scores / c)
     biases: tuple[str, ...] = ()      # weights of the layer that come with a bias
     qk_norm: str | None = None        # RMS norm of q and k before the rotation: "head" over each head, "row" over all, "unit" over each, no weights
+    v_norm: bool = False              # RMS norm of v over each head, no weights
+    v_is_k: bool = False              # there is no attn_v: v is k as it is before its norm and rotation
+    kv_from: int | None = None        # the layer whose keys and values are read in place of own ones
     sinks: bool = False               # each head has one more score in its softmax, which brings no value
     gated: bool = False               # attn_q also gives a gate for each lane of a head's result, which is multiplied by the gate's sigmoid
+    latent: LatentSpec | None = None  # of a "latent_attention" layer: the first head_dim_v numbers of a key are also the value
     pre_norms: bool = True            # RMS norms before attention and before the feed-forward part
     post_norms: bool = False          # RMS norms also after attention and after the feed-forward part, before the residual sums
-    ffn_norm: str = "ffn_norm"        # name of the weight of the norm before the feed-forward part
+    ffn_norm: str = "ffn_norm"        # name of the weight of the norm before the feed-forward part; "": that part norms what it reads itself
     parallel: bool = False            # attention and feed-forward read the same norm
     residual_scale: float = 1.0       # what a block adds to the stream is multiplied by this
     act: str = "silu"                 # activation of the gate: "silu" | "gelu" (the tanh form) | "relu2" | "swiglu_oai" (experts only)
-    ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router`
-                                      # chooses; None: the layer is only a mixer
-    router: RouterSpec | None = None  # of a "moe" layer
+    ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router` chooses;
+                                      # "dense_and_moe": both, each between norms of its own; None: there is none
+    router: RouterSpec | None = None  # of a layer with experts
     n_ff_shared: int = 0              # width of a dense part that every token visits besides its experts; 0: there is none
     shared_gate: bool = False         # that part's result is multiplied by the sigmoid of a product with the token
     gated_experts: bool = True        # experts and the shared part have a gate, as a "dense" part has; False: as a "plain" one
     n_latent: int = 0                 # experts work between two projections to and from this width; 0: on the stream
+    n_embd_layer: int = 0             # width of an embedding of the layer's own, which is added at its end; 0: there is none
+    output_scale: bool = False        # the stream behind the layer is multiplied by a number of the layer's own
     state: DeltaSpec | SSMSpec | ConvSpec | None = None     # sizes of a mixer that keeps a state
     fused: tuple[str, ...] = ()                  # matrices of the file that are several of ours, parted when they are loaded: see `Architecture.fused`
     bare: tuple[str, ...] = ("ssm_a", "ssm_d")   # weights whose names do not end in .weight
+
+class KVSpec(NamedTuple):
+    "What the KV cache keeps of one position in one layer; 0 where it keeps nothing."
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
 
 # %% ../nbs/05_config.ipynb #be8b4dda
 class TensorNeed(NamedTuple):
@@ -160,7 +182,7 @@ class TensorNeed(NamedTuple):
     shape: tuple[int, ...]            # row-major: (n_out, n_in) for a matrix
     required: bool = True             # False: the model works without it
 
-# %% ../nbs/05_config.ipynb #c237f924
+# %% ../nbs/05_config.ipynb #67a9f607
 @dataclass(frozen=True)
 class ModelConfig:
     "The frozen facts of one model file."
@@ -184,6 +206,12 @@ class ModelConfig:
     def n_layer(self) -> int: return len(self.layers)
     @property
     def n_ctx_train(self) -> int: return self.n_ctx
+    @property
+    def kv_layers(self) -> list[KVSpec]:
+        "What each layer keeps in the KV cache."
+        return [KVSpec(l.n_head_kv if l.kv_from is None else 0, l.head_dim_k, 0 if l.latent else l.head_dim_v) for l in self.layers]
+    @property
+    def n_embd_layer(self) -> int: return self.layers[0].n_embd_layer
 
     @classmethod
     def from_gguf(cls, file, rope_freq_base: float | None = None, yarn_truncate: bool | None = None) -> "ModelConfig":
@@ -261,7 +289,7 @@ class Facts:
         if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != n_layer: raise self.bad(name, value, f"{n_layer} flags, one for each layer")
         return tuple(bool(v) for v in value)
 
-# %% ../nbs/05_config.ipynb #cf268441
+# %% ../nbs/05_config.ipynb #dbc0a749
 @dataclass(frozen=True)
 class Architecture:
     "What an architecture's name implies and its files do not say."
@@ -291,10 +319,17 @@ class Architecture:
     swa_base: float | None = None     # base of the windowed layers where the file has no rope.freq_base_swa; None: as the others
     rope_base: float = 10000.0        # where the file has no rope.freq_base
     wide_scale: frozenset = frozenset()   # block_counts whose attention scale comes from n_embd / n_head in place of the key width
+    unit_scale: bool = False          # q.k is not scaled
+    v_norm: bool = False
+    v_maybe: bool = False             # LayerSpec.v_is_k where the file has no attn_v
+    biases_maybe: bool = False        # biases count only where the file has them
+    moe_beside: bool = False          # layers with experts are "dense_and_moe"
+    latent: bool = False              # every layer is latent_attention
     recurrent: str | None = None      # mixer of the layers that do not attend; None: all attend
     attend_every: int = 0             # n > 0: layers n-1, 2n-1, ... attend, where the file does not say
     tiled_heads: bool = False         # DeltaSpec.grouped is False
-    fused: tuple[str, ...] = ()       # matrices that a file may have in place of their parts: "ssm_ba" (ssm_beta, ssm_alpha), "ssm_in" (attn_qkv, attn_gate)
+    fused: tuple[str, ...] = ()       # matrices that a file may have in place of their parts: "ssm_ba" (ssm_beta, ssm_alpha), "ssm_in" (attn_qkv, attn_gate),
+                                      # "ffn_up" (ffn_gate, ffn_up); of any mixture "ffn_gate_up_exps"
     side_by_side: str | None = None   # mixer of the layers that do both at once
     one_part: bool = False            # a layer is a mixer or a feed-forward part, never both
     rope_if_finetuned: bool = False   # no position encoding unless rope.scaling.finetuned says so
@@ -304,7 +339,7 @@ class Architecture:
     bare: tuple[str, ...] = ()        # further weights whose names do not end in .weight
     output_norm: str = "output_norm"
 
-# %% ../nbs/05_config.ipynb #c3901135
+# %% ../nbs/05_config.ipynb #71abe6fe
 QKV = ("attn_q", "attn_k", "attn_v")
 HYBRID = dict(rope_layout="half", qk_norm="head", gated=True, recurrent="gated_delta", attend_every=4, ffn_norm="post_attention_norm")
 ARCHITECTURES = {
@@ -329,11 +364,15 @@ ARCHITECTURES = {
                             swa_stretched=True, yarn_truncate=False,
                             biases=(*QKV, "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
     "llama4": Architecture(rope_layout="adjacent", qk_norm="unit", no_qk_norm=frozenset({128}), rotate_all_but=4, n_shared=1, n_ctx_most=8192),   # beyond: chunks
+    "deepseek2": Architecture(rope_layout="adjacent", latent=True),
     "seed_oss": Architecture(rope_layout="half", biases=QKV, ffn_norm="post_attention_norm"),
     "olmo2": Architecture(rope_layout="half", qk_norm="row", pre_norms=False, post_norms=True),
     "gemma2": Architecture(rope_layout="half", act="gelu", post_norms=True, scaled_embd=True, global_every=2, wide_scale=frozenset({46})),
     "gemma3": Architecture(rope_layout="half", act="gelu", qk_norm="head", post_norms=True, scaled_embd=True, global_every=6,
                            swa_base=10000.0, rope_base=1000000.0, wide_scale=frozenset({62})),          # 62 layers: Gemma 3 27B
+    "gemma4": Architecture(rope_layout="half", act="gelu", qk_norm="head", v_norm=True, v_maybe=True, unit_scale=True, post_norms=True, scaled_embd=True,
+                           global_every=6, swa_base=10000.0, rope_base=1000000.0, moe_beside=True),
+    "glm4": Architecture(rope_layout="adjacent", biases=QKV, biases_maybe=True, post_norms=True, fused=("ffn_up",)),
     "mamba": Architecture(rope_layout="half", recurrent="mamba1", one_part=True),
     "mamba2": Architecture(rope_layout="half", recurrent="mamba2", one_part=True),
     "nemotron_h": Architecture(rope_layout="half", recurrent="mamba2", one_part=True, rotate_all_but=1, ffn="plain", act="relu2", ffn_norm="attn_norm"),
@@ -354,7 +393,7 @@ def architecture(
     hint = f"; near names: {', '.join(near)}" if near else ""
     raise GGUFError(f"general.architecture is {_short(arch)}, which is not supported{hint} (supported: {', '.join(sorted(ARCHITECTURES))})")
 
-# %% ../nbs/05_config.ipynb #d806f1e9
+# %% ../nbs/05_config.ipynb #ca608a19
 def head_dims(f: Facts, n_embd: int, n_head: int) -> tuple[int, int]:
     "Widths of a key and of a value."
     if f.has("attention.key_length"): quotient = None
@@ -363,10 +402,33 @@ def head_dims(f: Facts, n_embd: int, n_head: int) -> tuple[int, int]:
     dim_k = f.integer("attention.key_length", quotient, high=1024)
     return dim_k, f.integer("attention.value_length", dim_k if quotient is None else quotient, high=1024)
 
+def window_dims(f: Facts, dims: tuple[int, int]) -> tuple[int, int]:
+    "The same of windowed layers, which may have heads of another width."
+    return f.integer("attention.key_length_swa", dims[0], high=1024), f.integer("attention.value_length_swa", dims[1], high=1024)
+
 def check_heads(f: Facts, n_head: int, n_head_kv: int):
     "Query heads are shared evenly among the key/value heads."
     if n_head % n_head_kv:
         raise GGUFError(f"{f.key('attention.head_count')} is {n_head} and {f.key('attention.head_count_kv')} is {n_head_kv}: expected a multiple of the latter")
+
+# %% ../nbs/05_config.ipynb #0b8f3b7c
+def latent_spec(f: Facts, a: Architecture, rope_dim: int, dims: tuple[int, int]) -> LatentSpec | None:    # None: attention is of the common kind
+    "What a model's latent attention is made of."
+    if not a.latent: return None
+    if not f.has("attention.key_length_mla"):
+        raise GGUFError(f"{f.key('attention.key_length_mla')} is missing: the file keeps keys and values of every head, as early converters did; convert the model again")
+    q_rank = 0 if "blk.0.attn_q.weight" in f.shapes else f.integer("attention.q_lora_rank")
+    rank, dim_k, dim_v = (f.integer(f"attention.{name}") for name in ("kv_lora_rank", "key_length_mla", "value_length_mla"))
+    if dims != (rank + rope_dim, rank): raise f.bad("attention.key_length", dims[0], f"kv_lora_rank + rope.dimension_count, which is {rank + rope_dim}, and a value_length of {rank}")
+    for name, width in (("kv_lora_rank", rank), ("key_length_mla", dim_k - rope_dim), ("value_length_mla", dim_v)):
+        if width < 1 or width % 16: raise f.bad(f"attention.{name}", f.get(f"attention.{name}"), "a multiple of 16 (after the rotated part)")
+    return LatentSpec(q_rank, dim_k - rope_dim, dim_v)
+
+def attention_scale(f: Facts, scale_dim: float) -> float:
+    "What the products of queries and keys are multiplied by."
+    scale = f.number("attention.scale", (f.integer("attention.key_length_mla") if f.has("attention.key_length_mla") else scale_dim) ** -0.5)
+    if not f.has("rope.scaling.yarn_log_multiplier"): return scale
+    return scale*(1 + f.number("rope.scaling.yarn_log_multiplier")*math.log(f.number("rope.scaling.factor")))**2
 
 # %% ../nbs/05_config.ipynb #3b1ef846
 def windows(f: Facts, a: Architecture, n_layer: int) -> tuple[int, ...]:
@@ -386,7 +448,7 @@ def rope_base(f: Facts, a: Architecture, override: float | None) -> float:
     if not f.has("rope.freq_base"): f.notes.append(f"{f.key('rope.freq_base')} is not in the file: {a.rope_base:g} assumed, as usual for {f.arch}")
     return f.number("rope.freq_base", a.rope_base)
 
-# %% ../nbs/05_config.ipynb #b77a2ba6
+# %% ../nbs/05_config.ipynb #10ff4544
 def rope_scaling(f: Facts, truncate: bool = True) -> dict:
     "The scaling fields of a RopeSpec."
     kind = f.get("rope.scaling.type", "linear" if f.has("rope.scale_linear") else "none")
@@ -394,15 +456,17 @@ def rope_scaling(f: Facts, truncate: bool = True) -> dict:
     factor = f.number("rope.scaling.factor", f.metadata.get(f.key("rope.scale_linear"), 1.0))
     if kind == "linear": return dict(scaling="linear", factor=factor) if factor != 1 else {}
     if kind != "yarn": raise f.bad("rope.scaling.type", kind, "none, linear or yarn")
-    return dict(scaling="yarn", factor=factor, n_ctx_orig=f.integer("rope.scaling.original_context_length", f.integer("context_length")),
+    magnify = not f.has("attention.kv_lora_rank")                         # latent attention has the whole of this factor in its scale
+    return dict(scaling="yarn", factor=factor, magnify=magnify, n_ctx_orig=f.integer("rope.scaling.original_context_length", f.integer("context_length")),
                 beta_fast=f.number("rope.scaling.yarn_beta_fast", 32.0), beta_slow=f.number("rope.scaling.yarn_beta_slow", 1.0), truncate=truncate)
 
-# %% ../nbs/05_config.ipynb #68cd9c96
+# %% ../nbs/05_config.ipynb #acdb7258
 def rope_specs(
     f: Facts, a: Architecture,
     head_dim_k: int,
     override: float | None,           # EngineConfig.rope_freq_base
     truncate: bool | None = None,     # EngineConfig.yarn_truncate
+    window_dim_k: int | None = None,  # width of a head in windowed layers; None: the same
 ) -> tuple[RopeSpec, RopeSpec]:       # of the layers that see everything, of the windowed ones
     "The two rotary embeddings of a model."
     dim = f.integer("rope.dimension_count", head_dim_k)
@@ -413,6 +477,8 @@ def rope_specs(
     scaling = rope_scaling(f, a.yarn_truncate if truncate is None else truncate)
     full = RopeSpec(dim, rope_base(f, a, override), a.rope_layout, freq_factors=freq_factors, **scaling)
     if not a.global_every or a.swa_stretched: return full, full
+    dim = f.integer("rope.dimension_count_swa", min(dim, window_dim_k or dim), high=window_dim_k or head_dim_k)
+    if dim % 2: raise f.bad("rope.dimension_count_swa", dim, "an even number")
     return full, RopeSpec(dim, f.number("rope.freq_base_swa", a.swa_base or full.base), a.rope_layout)
 
 # %% ../nbs/05_config.ipynb #8bbca1ae
@@ -444,7 +510,7 @@ def router_spec(f: Facts) -> RouterSpec | None:            # None: the model has
     try: return RouterSpec(n, used, **facts)
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #deddfc80
+# %% ../nbs/05_config.ipynb #53eaf651
 def expert_parts(f: Facts, a: Architecture, n_layer: int, n_ff: tuple) -> list[dict]:
     "For each layer the fields of its LayerSpec that depend on experts."
     router, dense = router_spec(f), [dict(ffn=a.ffn, n_ff=n) for n in n_ff]
@@ -453,6 +519,7 @@ def expert_parts(f: Facts, a: Architecture, n_layer: int, n_ff: tuple) -> list[d
     def moe(i):
         width = f.integer("expert_feed_forward_length", n_ff[i])
         shared = f.integer("expert_shared_feed_forward_length", f.integer("expert_shared_count", a.n_shared, low=0, high=4096)*width, low=0)
+        if a.moe_beside: return dict(ffn="dense_and_moe", ffn_norm="", router=router, n_ff=width, n_ff_shared=n_ff[i])
         return dict(ffn="moe", router=router, n_ff=width, n_ff_shared=shared, shared_gate=a.shared_gate and shared > 0,
                     gated_experts=a.ffn != "plain", n_latent=f.integer("moe_latent_size", 0, low=0))
     routed = lambda i: f"blk.{i}.ffn_gate_inp.weight" in f.shapes if a.moe_maybe else i >= leading and (i + 1) % step == 0
@@ -503,7 +570,7 @@ def state_spec(f: Facts, a: Architecture):                 # None: no layer keep
     try: return STATES[a.recurrent](f, a) if a.recurrent else None
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #69ae4dff
+# %% ../nbs/05_config.ipynb #94dc992d
 def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: float | None, truncate: bool | None) -> tuple[LayerSpec, ...]:
     "One LayerSpec for each block of the file."
     low = 0 if a.recurrent else 1
@@ -514,28 +581,47 @@ def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: 
     if a.one_part: parts = [part if n else dict(ffn=None, n_ff=0) for part, n in zip(parts, n_ff)]
     common = dict(pre_norms=a.pre_norms, post_norms=a.post_norms, parallel=a.parallel, ffn_norm=a.ffn_norm, act=a.act,
                   residual_scale=f.number("residual_scale", 1.0), bare=LayerSpec.bare + a.bare)
-    recurrent, state, layers = recurrent_layers(f, a, n_head_kv), state_spec(f, a), []
+    recurrent, state, latent, layers = recurrent_layers(f, a, n_head_kv), state_spec(f, a), None, []
     if not all(recurrent):
-        dim_k, dim_v = head_dims(f, n_embd, max(n_head))
+        dims = head_dims(f, n_embd, max(n_head))
+        dims_swa = window_dims(f, dims)
         rotates = a.rotate_all_but != 1 and not (a.rope_if_finetuned and not f.flag("rope.scaling.finetuned"))
-        full, windowed = rope_specs(f, a, dim_k, override, truncate) if rotates else (None, None)
-    for i, window in enumerate(windows(f, a, n_layer)):
+        full, windowed = rope_specs(f, a, dims[0], override, truncate, dims_swa[0]) if rotates else (None, None)
+        if a.latent: latent = latent_spec(f, a, full.dim, dims)
+    for i, part in enumerate(parts): part["fused"] = fused(f, a, i)
+    kinds = windows(f, a, n_layer)
+    source = kv_sources(f, kinds)
+    for i, window in enumerate(kinds):
         if a.one_part and n_ff[i] or recurrent[i]:
             mixer = None if a.one_part and n_ff[i] else a.recurrent
-            layers.append(LayerSpec(mixer, 0, 0, 0, 0, rope=None, state=state if mixer else None, fused=fused(f, a, i), **common | parts[i]))
+            layers.append(LayerSpec(mixer, 0, 0, 0, 0, rope=None, state=state if mixer else None, **common | parts[i]))
             continue
         check_heads(f, n_head[i], n_head_kv[i])
-        scale_dim = n_embd / n_head[i] if n_layer in a.wide_scale else dim_k
+        dim_k, dim_v = dims_swa if window else dims
+        scale_dim = 1.0 if a.unit_scale else n_embd / n_head[i] if n_layer in a.wide_scale else dim_k
         rope = None if a.rotate_all_but and i % a.rotate_all_but == a.rotate_all_but - 1 else windowed if window else full
-        layers.append(LayerSpec(mixer=a.side_by_side or ("sliding_attention" if window else "full_attention"), n_head=n_head[i], n_head_kv=n_head_kv[i],
+        mixer = "latent_attention" if latent else a.side_by_side or ("sliding_attention" if window else "full_attention")
+        layers.append(LayerSpec(mixer=mixer, latent=latent, n_head=n_head[i], n_head_kv=n_head_kv[i],
                                 head_dim_k=dim_k, head_dim_v=dim_v, window=window, rope=rope, softcap=cap, sinks=a.sinks, gated=a.gated,
-                                attn_scale=f.number("attention.scale", scale_dim ** -0.5), biases=a.biases, qk_norm=qk_norm(f, a, i, rope),
+                                attn_scale=attention_scale(f, scale_dim), qk_norm=qk_norm(f, a, i, rope), v_norm=a.v_norm, kv_from=source[i],
+                                v_is_k=a.v_maybe and source[i] is None and f"blk.{i}.attn_v.weight" not in f.shapes,
+                                biases=tuple(b for b in a.biases if not a.biases_maybe or f"blk.{i}.{b}.bias" in f.shapes),
+                                n_embd_layer=f.integer("embedding_length_per_layer_input", 0, low=0),
+                                output_scale=f"blk.{i}.layer_output_scale.weight" in f.shapes,
                                 state=state if a.side_by_side else None, **common | parts[i]))
     return tuple(layers)
 
+def kv_sources(f: Facts, kinds: tuple[int, ...]) -> list[int | None]:
+    "LayerSpec.kv_from of each layer: the last few may read what the last layer of their kind before them has stored."
+    first = len(kinds) - f.integer("attention.shared_kv_layers", 0, low=0, high=len(kinds) - 1)
+    last = {bool(w): i for i, w in enumerate(kinds[:first])}
+    if missing := [i for i in range(first, len(kinds)) if bool(kinds[i]) not in last]:
+        raise f.bad("attention.shared_kv_layers", len(kinds) - first, f"fewer, since no layer before {missing[0]} is of its kind")
+    return [None if i < first else last[bool(w)] for i, w in enumerate(kinds)]
+
 def fused(f: Facts, a: Architecture, i: int) -> tuple[str, ...]:
     "Which of the matrices that may be fused are so in layer i"
-    return tuple(name for name in a.fused if f"blk.{i}.{name}.weight" in f.shapes)
+    return tuple(name for name in (*a.fused, "ffn_gate_up_exps") if f"blk.{i}.{name}.weight" in f.shapes)
 
 def qk_norm(f: Facts, a: Architecture, i: int, rope: RopeSpec | None) -> str | None:
     "LayerSpec.qk_norm of layer i"
@@ -578,15 +664,17 @@ def from_metadata(
                        logit_softcap=f.number("final_logit_softcapping") if f.has("final_logit_softcapping") else 0.0,
                        output_norm=a.output_norm, tied="output.weight" not in shapes, n_extra=n_extra, notes=tuple(f.notes))
 
-# %% ../nbs/05_config.ipynb #d9aafda1
+# %% ../nbs/05_config.ipynb #e12d6139
 def layer_tensors(s: LayerSpec, n_embd: int) -> dict[str, TensorNeed]:
     "Names (without `blk.<i>.`) and shapes of one layer's tensors."
     t = MIXER_TENSORS[s.mixer](s, n_embd) | ffn_tensors(s, n_embd)
     if s.pre_norms and s.mixer: t["attn_norm"] = (n_embd,)
-    if s.pre_norms and s.ffn and not s.parallel: t[s.ffn_norm] = (n_embd,)
+    if s.pre_norms and s.ffn and s.ffn_norm and not s.parallel: t[s.ffn_norm] = (n_embd,)
     if s.post_norms: t |= {"post_attention_norm": (n_embd,), "post_ffw_norm": (n_embd,)}
-    needs = {name if name in s.bare or name.endswith(".bias") else f"{name}.weight": TensorNeed(shape) for name, shape in t.items()}
-    if s.router: needs["exp_probs_b.bias"] = TensorNeed((s.router.n_expert,), required=False)
+    if s.n_embd_layer: t |= {"inp_gate": (s.n_embd_layer, n_embd), "proj": (n_embd, s.n_embd_layer), "post_norm": (n_embd,)}
+    if s.output_scale: t["layer_output_scale"] = (1,)
+    needs = {name if name in s.bare or name.endswith((".bias", ".scale")) else f"{name}.weight": TensorNeed(shape) for name, shape in t.items()}
+    if s.router: needs |= dict.fromkeys(("exp_probs_b.bias", "ffn_down_exps.scale"), TensorNeed((s.router.n_expert,), required=False))
     return needs | {f"{name}.bias": TensorNeed(t[name][:-1] or t[name]) for name in s.biases if name in t}
 
 def attention_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
@@ -596,7 +684,8 @@ def attention_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     if s.sinks: t["attn_sinks"] = (s.n_head,)
     if s.qk_norm == "head": t |= {"attn_q_norm": (s.head_dim_k,), "attn_k_norm": (s.head_dim_k,)}
     if s.qk_norm == "row": t |= {"attn_q_norm": (q,), "attn_k_norm": (k,)}
-    return t
+    unused = ("attn_k", "attn_v", "attn_k_norm") if s.kv_from is not None else ("attn_v",) if s.v_is_k else ()
+    return {name: shape for name, shape in t.items() if name not in unused}
 
 def conv_tensors(s, bias: bool) -> dict[str, tuple]:
     "The convolution before a state"
@@ -631,7 +720,14 @@ def delta_tensors(layer: LayerSpec, n_embd: int) -> dict[str, tuple]:
     return conv_tensors(s, False) | {name: (n, n_embd) for name, n in rows.items()} | {
         "ssm_a": (s.n_head_v,), "ssm_dt.bias": (s.n_head_v,), "ssm_norm": (s.head_dim_v,), "ssm_out": (n_embd, v)}
 
-MIXER_TENSORS = {"full_attention": attention_tensors, "sliding_attention": attention_tensors, "mamba1": mamba1_tensors, "mamba2": mamba2_tensors,
+def latent_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
+    "Shapes of latent attention's weights"
+    m, q = s.latent, s.n_head*(s.latent.dim_nope + s.rope.dim)
+    t = {"attn_q_a": (m.q_rank, n_embd), "attn_q_a_norm": (m.q_rank,), "attn_q_b": (q, m.q_rank)} if m.q_rank else {"attn_q": (q, n_embd)}
+    return t | {"attn_kv_a_mqa": (s.head_dim_k, n_embd), "attn_kv_a_norm": (s.head_dim_v,), "attn_k_b": (s.n_head, s.head_dim_v, m.dim_nope),
+                "attn_v_b": (s.n_head, m.dim_v, s.head_dim_v), "attn_output": (n_embd, s.n_head*m.dim_v)}
+
+MIXER_TENSORS = {"full_attention": attention_tensors, "sliding_attention": attention_tensors, "latent_attention": latent_tensors, "mamba1": mamba1_tensors, "mamba2": mamba2_tensors,
                  "gated_delta": delta_tensors, "short_conv": short_conv_tensors,
                  "attention_and_mamba2": lambda layer, n_embd: attention_tensors(layer, n_embd) | mamba2_tensors(layer, n_embd), None: lambda layer, n_embd: {}}
 
@@ -639,15 +735,22 @@ def ffn_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of the feed-forward part's matrices"
     def part(kind, n_ff, n_in, *n, gate=s.gated_experts):
         return ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {}) | {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)}
+    def fuse(t, kind, name):
+        if name in s.fused: (*n, n_ff, n_in), _ = t.pop(f"ffn_gate{kind}"), t.pop(f"ffn_up{kind}"); t[name] = (*n, 2*n_ff, n_in)
+        return t
     if s.ffn is None: return {}
-    if s.router is None: return part("", s.n_ff, n_embd, gate=s.ffn == "dense")
+    if s.router is None: return fuse(part("", s.n_ff, n_embd, gate=s.ffn == "dense"), "", "ffn_up")
     t = part("_exps", s.n_ff, s.n_latent or n_embd, s.router.n_expert) | {"ffn_gate_inp": (s.router.n_expert, n_embd)}
     if s.n_latent: t |= {"ffn_latent_down": (s.n_latent, n_embd), "ffn_latent_up": (n_embd, s.n_latent)}
+    t = fuse(t, "_exps", "ffn_gate_up_exps")
+    if s.ffn == "dense_and_moe":
+        norms = ("ffn_norm", "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2", "ffn_gate_inp.scale")
+        return t | part("", s.n_ff_shared, n_embd) | dict.fromkeys(norms, (n_embd,))
     if s.n_ff_shared: t |= part("_shexp", s.n_ff_shared, n_embd)
     if s.shared_gate: t["ffn_gate_inp_shexp"] = (1, n_embd)
     return t
 
-# %% ../nbs/05_config.ipynb #605ffc02
+# %% ../nbs/05_config.ipynb #bd057ed8
 def inventory(config: ModelConfig) -> dict[str, TensorNeed]:
     "Name -> shape of every tensor of a model."
     embd = (config.n_vocab, config.n_embd)
@@ -655,6 +758,9 @@ def inventory(config: ModelConfig) -> dict[str, TensorNeed]:
     for i, s in enumerate(config.layers): t |= {f"blk.{i}.{name}": need for name, need in layer_tensors(s, config.n_embd).items()}
     for s in config.layers:
         if s.rope and s.rope.freq_factors: t[s.rope.freq_factors] = TensorNeed((s.rope.dim // 2,))
+    if n := config.n_layer*config.n_embd_layer:
+        t |= {"per_layer_token_embd.weight": TensorNeed((config.n_vocab, n)), "per_layer_model_proj.weight": TensorNeed((n, config.n_embd)),
+              "per_layer_proj_norm.weight": TensorNeed((config.n_embd_layer,))}
     if config.norm == "layer" and any(s.biases for s in config.layers): t[f"{config.output_norm}.bias"] = TensorNeed((config.n_embd,))
     return t | {f"{config.output_norm}.weight": TensorNeed((config.n_embd,)), "output.weight": TensorNeed(embd, required=not config.tied)}
 
