@@ -175,13 +175,13 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #748c0205
+# %% ../nbs/31_model.ipynb #08c05e38
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
-                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, num_checkpoints: int = 0,
-                 progress=None):
+                 num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,
+                 trace: RoutingTrace | None = None, progress=None):
         if activations == "float32" or device == "ref": kv_type = "f32"
         self.device, self.activations, self.kv_type, self.max_model_len = device, activations, kv_type, max_model_len
         self.max_num_out, self.trace = max_num_seqs, trace
@@ -190,7 +190,7 @@ class Model:
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base, yarn_truncate)
         num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
-        self.states = RecurrentState(shapes, max_num_seqs + num_checkpoints) if any(shapes) else None
+        self.states = RecurrentState(shapes, num_state_slots or max_num_seqs) if any(shapes) else None
         self.cache = KVCache(self.config.layers, num_kv_blocks, kv_block_size, kv_type)
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks, self.states.num_slots + 1 if self.states else 0)
         self.layer_caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]
