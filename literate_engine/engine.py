@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'EngineConfig', 'resolve', 'S
            'EngineCore', 'ScriptedModel', 'EngineFull', 'Loaded', 'Engine', 'choices', 'load_model', 'TokenLogprob',
            'RequestOutput', 'LLM']
 
-# %% ../nbs/43_engine.ipynb #4d39c597
+# %% ../nbs/43_engine.ipynb #5e2df47f
 import logging
 import os
 import queue
@@ -28,7 +28,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .core import find_model, num_cores, without_gc
 from .gguf import GGUFFile
-from .kvcache import BLOCK_SIZE, Batch, BlockPool, blocks_needed, kv_bytes_per_block
+from .kvcache import BLOCK_SIZE, Batch, CachePool, blocks_needed, kv_bytes_per_block
 from .sampling import Sampler, SamplingParams, logprobs
 from .scheduler import Request, Scheduler
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer
@@ -79,14 +79,14 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/43_engine.ipynb #f8716570
+# %% ../nbs/43_engine.ipynb #2cd002f3
 DEFAULT_KV_MEMORY = 2**30
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     "What will be in effect for this model; ValueError if the wishes contradict each other."
     device = "cpu" if config.device == "auto" else config.device
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or device == "ref" else "f16")
-    per_block, length = kv_bytes_per_block(model.layers, kv_type), config.max_model_len
+    per_block, length = max(1, kv_bytes_per_block(model.layers, kv_type)), config.max_model_len
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     if config.kv_memory: usable = config.kv_memory // per_block - 1                                          # without the null block
     else: usable = max(min(DEFAULT_KV_MEMORY // per_block, config.max_num_seqs * blocks_needed(length or model.n_ctx)), blocks_needed(length or 1))
@@ -236,14 +236,14 @@ class EngineCore:
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
-# %% ../nbs/43_engine.ipynb #d26450e6
+# %% ../nbs/43_engine.ipynb #50201cc4
 log = logging.getLogger("literate_engine.engine")
 
 def _forward(self, scheduled: list) -> dict[str, np.ndarray]:
     "request_id -> the rows of logits it asked for; after a failure, of those requests that work alone."
     if not scheduled: return {}
     try:
-        self.model.batch.fill([(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n)) for r, n in scheduled], n_vocab=self.model.config.n_vocab)
+        self.model.batch.fill([(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n), r.cache.slot) for r, n in scheduled], n_vocab=self.model.config.n_vocab)
         logits = self.model.forward(self.model.batch)
     except Exception as e:
         if len(scheduled) == 1: return self.fail(scheduled[0][0], e) or {}
@@ -279,12 +279,12 @@ def _fail(self, request, error: Exception) -> None:
 
 EngineCore.forward, EngineCore.sample, EngineCore.emit, EngineCore.fail = _forward, _sample, _emit, _fail
 
-# %% ../nbs/43_engine.ipynb #34d33416
+# %% ../nbs/43_engine.ipynb #23a29feb
 class ScriptedModel:
     "Stands in for a Model: `script(token_ids) -> next id` on the tokens found in the cache."
     def __init__(self, script: Callable[[list[int]], int], n_vocab: int, n_token: int | None = None, max_model_len: int = 64, num_blocks: int = 33,
                  max_num_seqs: int = 8, max_num_batched_tokens: int = 32, max_num_out: int | None = None):
-        self.script, self.pool, self.max_num_out = script, BlockPool(num_blocks), max_num_out or max_num_seqs
+        self.script, self.pool, self.max_num_out = script, CachePool(num_blocks), max_num_out or max_num_seqs
         self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_needed(max_model_len), num_blocks=num_blocks)
         self.slots, self.closed = np.full(num_blocks * BLOCK_SIZE, -1, np.int64), False
@@ -425,7 +425,7 @@ def choices(params: SamplingParams) -> list[SamplingParams]:
     "n = 1 parameters for each of the n continuations: a given seed counts up."
     return [replace(params, n=1, seed=None if params.seed is None else params.seed + i) for i in range(params.n)]
 
-# %% ../nbs/43_engine.ipynb #45d7674b
+# %% ../nbs/43_engine.ipynb #08f84ddd
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -440,7 +440,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
         tokenizer = aside.submit(Tokenizer.from_gguf, file)
         model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,
-                      num_kv_blocks=config.kv_memory // kv_bytes_per_block(model_config.layers, config.kv_type))
+                      num_kv_blocks=config.kv_memory // max(1, kv_bytes_per_block(model_config.layers, config.kv_type)))
     try: tokenizer, template = tokenizer.result(), ChatTemplate.from_gguf(file, tokenizer.result())
     except ValueError: model.close(); raise
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")

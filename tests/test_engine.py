@@ -11,7 +11,7 @@ import pytest
 
 from literate_engine.core import data_dir
 from literate_engine.engine import LLM, Engine, EngineConfig, EngineFull, Loaded, ScriptedModel, choices
-from literate_engine.kvcache import BLOCK_SIZE, BlockPool, blocks_needed
+from literate_engine.kvcache import BLOCK_SIZE, CachePool, blocks_needed
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
 from literate_engine.tokenizer import Tokenizer, byte_alphabet
@@ -46,7 +46,7 @@ def free(engine):
 def random_schedule(seed):
     rng = random.Random(seed)
     max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
-    pool = BlockPool(1 + blocks_needed(max_len) + rng.randrange(4))
+    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4))
     s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]))
     slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}
     for i in range(rng.randint(3, 14)):
