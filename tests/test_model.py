@@ -21,6 +21,7 @@ FIXTURES = data_dir()/"fixtures"
 FLOAT = ["llama", "llama3rope", "gemma3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "smollm3", "olmo2", "granite", "ernie4_5", "seed_oss", "gemma2", "cohere2", "starcoder2",
          "glm4_moe_nextn", "llama4", "qwen3next", "qwen35", "qwen35moe"]
 QUANT = ["llama.Q4_1", "llama.Q5_0", "llama.Q8_0", "llama.Q4_K_M", "qwen3moe.Q4_K_M", "gpt_oss.MXFP4_MOE"]
+MORE_QUANT = ["qwen3next.Q4_K_M"] if "LITERATE_FIXTURES" in os.environ else []
 MORE = ["qwen3moe", "mixtral", "qwen2moe", "olmoe", "glm4_moe", "gpt_oss", "gpt_oss_notrunc", "minimax_m2"] if "LITERATE_FIXTURES" in os.environ else []
 OPTIONS = {"gpt_oss": dict(yarn_truncate=True), "gpt_oss.MXFP4_MOE": dict(yarn_truncate=True)}      # these logits are with the ramp rounded, as llama.cpp does it
 APART = {"olmoe": 2e-5,                                # the two implementations part by 1.3e-5: one took the norms' epsilon as 1e-6, the file says 1e-5
@@ -79,7 +80,7 @@ def test_float_fixture(name, options):
     assert np.median(errors) < 1e-5
     model.close()
 
-@pytest.mark.parametrize("name", QUANT)
+@pytest.mark.parametrize("name", QUANT + MORE_QUANT)
 def test_quantised_fixture(name):
     want = np.load(find(name, "npz"))
     foreign = [p["rel_err_llamacpp_native_int8_activations"] for p in json.loads(find(name, "json").read_text())["prompts"]]
