@@ -65,7 +65,7 @@ class BlockPool:
         assert all(r >= 0 for r in self.refs), "a block has a negative number of owners"
         assert sorted(free) == [i for i in range(1, self.num_blocks) if self.refs[i] == 0], "a block is neither free nor owned"
 
-# %% ../nbs/20_kvcache.ipynb #b391c0af
+# %% ../nbs/20_kvcache.ipynb #91ac4ba0
 @dataclass(eq=False, slots=True)
 class CacheHandle:
     "What one sequence holds of the caches."
@@ -104,6 +104,24 @@ class CachePool(BlockPool):
         self.free(handle.block_ids[::-1])             # the tail first: a beginning that others may want stays in the pool longest
         if handle.slot: self.states.free(handle.slot)
         handle.block_ids, handle.slot = [], 0
+
+    def checkpoint(self,
+        handle: CacheHandle,
+        num_tokens: int,  # that the sequence's caches have seen
+    ) -> bool:  # False, and nothing kept, if no slot is free for the copy
+        "Make it possible to come back to this token: copy the state. Keys and values stay where they are, so they need no copy."
+        return self.states is None or self.states.checkpoint(handle.slot, num_tokens) is not None
+
+    def rewind(self,
+        handle: CacheHandle,
+        num_tokens: int,  # that remain valid
+    ) -> int:  # tokens that the caches know now: num_tokens, or with states those of the newest checkpoint before it, or 0
+        "Take a sequence back; blocks past the tokens that remain are given back."
+        if self.states is not None: num_tokens = self.states.rewind(handle.slot, num_tokens)
+        keep = blocks_needed(num_tokens)
+        self.free(handle.block_ids[keep:][::-1])
+        del handle.block_ids[keep:]
+        return num_tokens
 
 # %% ../nbs/20_kvcache.ipynb #4f63bfc1
 KV_TYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'FORMS', 'attention_block', 'gated_mlp', 'plain_mlp', 'expert_mlp',
-           'with_state', 'side_by_side', 'norm', 'forward', 'load_weights', 'destination', 'half_layout',
+           'with_state', 'side_by_side', 'norm', 'forward', 'load_weights', 'destination', 'row_orders',
            'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
 # %% ../nbs/31_model.ipynb #f5e1a8de
@@ -16,7 +16,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .gguf import GGUFFile
-from .deltanet import RecurrentState, delta_block, short_conv_block
+from .deltanet import FUSED, RecurrentState, delta_block, short_conv_block
 from .kvcache import Batch, CacheHandle, CachePool, KVCache
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
@@ -33,7 +33,9 @@ def attention_block(ops, layer, lw, h, batch, kv, eps):
     if layer.qk_norm: q, k = ops.rms_norm(q, lw.attn_q_norm, eps), ops.rms_norm(k, lw.attn_k_norm, eps)
     if layer.rope: q, k = (ops.rope(x, batch.positions, layer.rope, layer.head_dim_k, lw.rope_freqs) for x in (q, k))
     ops.kv_store(kv, k, v, batch)
-    return ops.linear(ops.attention(q, kv, batch, layer, lw.attn_sinks), lw.attn_output, lw.attn_output_bias)
+    out = ops.attention(q, kv, batch, layer, lw.attn_sinks)
+    if layer.gated: out = ops.gated("sigmoid", ops.linear(h, lw.attn_q_gate), out)
+    return ops.linear(out, lw.attn_output, lw.attn_output_bias)
 
 def gated_mlp(ops, layer, lw, h, kind=""):
     "The gated feed-forward: [tokens, n_embd] -> [tokens, n_embd]"
@@ -118,12 +120,13 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops):
         tensor = QuantTensor(tensor.raw, tensor.type, needs[name].shape)
         if key in FORMS: setattr(place, key, FORMS[key](ops, layer, tensor.dequantize())); continue
         if len(tensor.shape) == 1 or name.endswith(".bias"): setattr(place, key, ops.vector(tensor.dequantize())); continue
-        if key in ("attn_q", "attn_k") and layer.rope and layer.rope.layout == "adjacent": tensor = half_layout(tensor, key, layer)
-        if hasattr(ops, "reserve"):
-            matrix, pack = ops.reserve(tensor)
-            jobs.append(pack)
-        else: matrix = ops.matrix(tensor)
-        setattr(place, key, matrix)
+        for part_name, rows in row_orders(key, layer).items():
+            part = tensor if rows is None else QuantTensor(tensor.raw[rows], tensor.type, (len(rows), tensor.shape[1]))
+            if hasattr(ops, "reserve"):
+                matrix, pack = ops.reserve(part)
+                jobs.append(pack)
+            else: matrix = ops.matrix(part)
+            setattr(place, part_name, matrix)
     for layer, lw in zip(config.layers, top.layers):
         if layer.qk_norm == "unit": lw.attn_q_norm = lw.attn_k_norm = ops.vector(np.ones(layer.head_dim_k, np.float32))
         if getattr(layer.state, "dbc_norm", None) == "unit":
@@ -140,10 +143,17 @@ def destination(name: str, top, config: ModelConfig):
     if parts[0] == config.output_norm: return top, "output_norm", None
     return (top, parts[0], None) if parts[0] in ("token_embd", "output_norm", "output_norm_bias", "output") else (None, None, None)
 
-def half_layout(tensor: QuantTensor, key: str, layer) -> QuantTensor:
-    "The same matrix with its rows in the order that the half layout of RoPE wants"
-    order = adjacent_to_half(layer.n_head if key == "attn_q" else layer.n_head_kv, layer.head_dim_k, layer.rope.dim)
-    return QuantTensor(tensor.raw[order], tensor.type, tensor.shape)
+def row_orders(key: str, layer) -> dict: # name -> rows of the file's matrix, in the order that the forward wants; None: all, as they are
+    "What a matrix of the file becomes"
+    if layer and key in layer.fused: return FUSED[key](layer.state)
+    orders = {key: None}
+    if key == "attn_q" and layer.gated:
+        heads = np.arange(layer.n_head*(layer.head_dim_k + layer.head_dim_v)).reshape(layer.n_head, -1)
+        orders = {"attn_q": heads[:, :layer.head_dim_k].ravel(), "attn_q_gate": heads[:, layer.head_dim_k:].ravel()}
+    if key in ("attn_q", "attn_k") and layer.rope and layer.rope.layout == "adjacent":
+        halves = adjacent_to_half(layer.n_head if key == "attn_q" else layer.n_head_kv, layer.head_dim_k, layer.rope.dim)
+        orders[key] = halves if orders[key] is None else orders[key][halves]
+    return orders
 
 def share_rope_factors(file, config, top):
     "Llama 3's frequency divisors: one vector for all layers that rotate"
@@ -165,12 +175,13 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #517c18c9
+# %% ../nbs/31_model.ipynb #748c0205
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
-                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, progress=None):
+                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, num_checkpoints: int = 0,
+                 progress=None):
         if activations == "float32" or device == "ref": kv_type = "f32"
         self.device, self.activations, self.kv_type, self.max_model_len = device, activations, kv_type, max_model_len
         self.max_num_out, self.trace = max_num_seqs, trace
@@ -179,7 +190,7 @@ class Model:
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base, yarn_truncate)
         num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
-        self.states = RecurrentState(shapes, max_num_seqs) if any(shapes) else None
+        self.states = RecurrentState(shapes, max_num_seqs + num_checkpoints) if any(shapes) else None
         self.cache = KVCache(self.config.layers, num_kv_blocks, kv_block_size, kv_type)
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks, self.states.num_slots + 1 if self.states else 0)
         self.layer_caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]

@@ -140,22 +140,24 @@ def rope(tid, n, I, S):
         for i in range(width, ld): y[(t+shift)*ld + i] = np.float32(0.)
 
 # %% ../nbs/15_ops.ipynb #26fd7289
-def gated_ref(act: str,        # "silu" | "gelu" | "relu2"
+def gated_ref(act: str,        # "silu" | "gelu" | "relu2" | "sigmoid"
               gate: np.ndarray, up: np.ndarray) -> np.ndarray: # [rows, n_ff] float32 both
     "act(gate) * up"
+    if act == "sigmoid": return up/(1 + np.exp(-gate))
     if act == "silu": return gate/(1 + np.exp(-gate))*up
     if act == "relu2": return np.maximum(gate, 0)**2*up
     return np.float32(.5)*gate*(1 + np.tanh(np.float32(0.7978845608)*(gate + np.float32(0.044715)*gate**3)))*up
 
-ACTS = {"silu": 0, "gelu": 1, "relu2": 2}
+ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "sigmoid": 3}
 
 @jit
 def act16(g, u, act):
     "act(g)*u of 16 lanes"
     if act == 2: r = vmax(f32v(0.), g); return r*r*u
-    z = g
-    if act: z = g*fma(g*g, f32v(0.0713548163), f32v(1.5957691216))
-    return vdiv(g, f32v(1.) + vexp(z*f32v(-1.)))*u
+    z, top = g, g
+    if act == 1: z = g*fma(g*g, f32v(0.0713548163), f32v(1.5957691216))
+    if act == 3: top = f32v(1.)
+    return vdiv(top, f32v(1.) + vexp(z*f32v(-1.)))*u
 
 @cpu_op
 def gated(tid, n, I, S):
