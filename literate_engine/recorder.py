@@ -6,7 +6,7 @@
 __all__ = ['LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction', 'CpuMatrix',
            'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'CpuWeights']
 
-# %% ../nbs/29_recorder.ipynb #e674c077
+# %% ../nbs/29_recorder.ipynb #93735e9d
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ import numpy as np
 
 from .attention import attention_ref, attention_scratch_bytes
 from .kvcache import KVCache
-from .linear_cpu import LINEAR_FORMATS, act_bytes, pad16
+from .linear_cpu import act_bytes, pad16
+from .linear_lowbit import LINEAR_FORMATS
 from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
     pack_experts, route_operands, route_ref, route_scratch_bytes)
 from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref

@@ -10,7 +10,7 @@ import pytest
 
 from literate_engine.core import data_dir, rel_err
 from literate_engine.gguf import GGUFFile
-from literate_engine.linear_cpu import LINEAR_FORMATS
+from literate_engine.linear_lowbit import LINEAR_FORMATS
 from literate_engine.model import Model, prompt_logits
 from literate_engine.tokenizer import Tokenizer
 
