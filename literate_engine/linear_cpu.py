@@ -71,10 +71,10 @@ LAYOUTS = dict(
     Q4_K=_super(nibbles, 4, 16, 32, 256 + 32, 0, True), Q5_K=_super(nibbles_bit, 4, 16, 32, 320 + 32, 0, True, sums=2),
     Q6_K=_super(nibbles_2bits, 1, 4, 16, 192 + 16, 32, False))
 
-# %% ../nbs/13_linear_cpu.ipynb #8fcd852a
+# %% ../nbs/13_linear_cpu.ipynb #1a43a58c
 ROWS = 16                                # rows of a matrix packed together: the lanes of a vector
 TILE = 8 if ISA == "avx512" else 4       # tokens of a tile: as many as the registers hold
-AHEAD = 8192                             # bytes between the block in work and the one being prefetched
+AHEAD = 8192 if ISA == "avx512" else 1536  # bytes between the block in work and the one being prefetched: what was best on a machine of each kind
 PLAIN = {"F32": (load_f32x16, 4), "F16": (load_f16x16, 2), "BF16": (load_bf16x16, 2)}      # format -> (load of 16 values, bytes of one)
 
 def pad16(n: int) -> int: return (n + 15)//16*16

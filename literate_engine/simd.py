@@ -291,10 +291,10 @@ def _dot(b, acc, u, s):
     for e in range(4): acc = b.add(acc, b.mul(_byte(b, u, e, b.lshr), _byte(b, s, e, b.ashr)))
     return acc
 
-# %% ../nbs/09_simd.ipynb #6904296c
+# %% ../nbs/09_simd.ipynb #c4308812
 def _pin(b, vs):
     "The same sums, but neither reordered nor regrouped across this point (AVX2 only: elsewhere there are registers enough)."
-    if ISA != "avx2" or len(vs) == 1 or len(vs) > 6: return vs
+    if ISA != "avx2" or len(vs) > 6: return vs
     hs = [_part(b, v, h*v.type.count//2, v.type.count//2) for v in vs for h in (0, 1)]; n = len(hs)
     ret = ir.LiteralStructType([h.type for h in hs])
     r = b.asm(ir.FunctionType(ret, [h.type for h in hs]), "", ",".join(["=x"]*n + [str(i) for i in range(n)]), hs, side_effect=True)
