@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 __all__ = []
 
 # %% ../nbs/99_init.ipynb #1d49b836
-_LAZY = {"LLM": "literate_engine.engine", "SamplingParams": "literate_engine.sampling"}
+_LAZY = {"LLM": "literate_engine.llm", "SamplingParams": "literate_engine.sampling"}
 
 def __getattr__(name: str):
     "Import what is asked for, the first time it is asked for."

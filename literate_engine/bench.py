@@ -39,7 +39,7 @@ class Ours:
     name = "literate_engine"
 
     def __init__(self, path: Path, device: str = "cpu", threads: int = 1, n_ctx: int = 1024, batch: int = 1):
-        from literate_engine.engine import LLM
+        from literate_engine.llm import LLM
         from literate_engine.sampling import SamplingParams
         self.params = SamplingParams
         self.llm = LLM(path, device=device, num_threads=threads, max_model_len=n_ctx, max_num_seqs=batch, enable_prefix_caching=False)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/61_cli.ipynb #28a47b73
+# %% ../nbs/61_cli.ipynb #a72f12c9
 Model = Annotated[str, typer.Argument(help="A GGUF file, a known name (smollm2, gemma3-270m), or hf:owner/repo/file.gguf.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or ref (plain NumPy, slow).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.")]
@@ -26,9 +26,17 @@ Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest t
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this much probability.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
 
-app = typer.Typer(name="literate-engine", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+app = typer.Typer(name="literate-engine", no_args_is_help=True, invoke_without_command=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="A language-model inference engine that is read as a book and used as a product.",
                   context_settings={"help_option_names": ["-h", "--help"]})
+
+@app.callback()
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    "Options of the command itself"
+    if version:
+        from literate_engine import __version__
+        print(f"literate-engine {__version__}")
+        raise typer.Exit
 
 def _given(**options) -> dict:
     "The options that were given, so that the engine's own defaults stand for the rest."
@@ -77,13 +85,13 @@ def serve(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
 
-# %% ../nbs/61_cli.ipynb #436f0a0e
+# %% ../nbs/61_cli.ipynb #3dd0c166
 def _llm(model: str, **options):
     "The engine with a model loaded."
     from literate_engine.core import find_model, without_gc
     path = find_model(model)
     with without_gc():
-        from literate_engine.engine import LLM
+        from literate_engine.llm import LLM
         return LLM(path, **_given(**options))
 
 def _text(argument: str) -> str:
@@ -108,7 +116,7 @@ def _stream(llm, token_ids: list[int], params) -> str:
     print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #9633d21f
+# %% ../nbs/61_cli.ipynb #34a8c9c6
 @app.command()
 def generate(
     model: Model,
@@ -155,6 +163,7 @@ def chat(
         messages = list(opening)
         while (line := _ask()) is not None:
             if line == "/new": messages = list(opening)
+            elif line.startswith("/") and " " not in line: print("end with Ctrl-D, start afresh with /new", file=sys.stderr)
             elif line:
                 asked = messages + [{"role": "user", "content": line}]
                 try: messages = asked + [{"role": "assistant", "content": _stream(llm, template.encode(llm.tokenizer, asked), params)}]

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Request', 'SchedulerOutput', 'Queues', 'Scheduler']
 
-# %% ../nbs/41_scheduler.ipynb #60c62d3f
+# %% ../nbs/41_scheduler.ipynb #73ffbdb5
 from collections import deque
 from dataclasses import dataclass, field
 
-from .kvcache import blocks_needed
+from .kvcache import CacheHandle, blocks_needed
 
-# %% ../nbs/41_scheduler.ipynb #fbb259ad
+# %% ../nbs/41_scheduler.ipynb #8db027ab
 @dataclass(eq=False, slots=True)
 class Request:
     "The scheduler's view of one request."
@@ -19,8 +19,8 @@ class Request:
     token_ids: list[int]              # the prompt's, then what was generated
     all_rows: bool = False            # logits wanted for every token; False: only for the last
     num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0      # tokens whose keys and values are in block_ids
-    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0      # tokens that the caches have seen
+    cache: CacheHandle = field(default_factory=CacheHandle)      # its blocks, and its slot in a model with recurrent layers
     status: str = "waiting"           # "waiting" | "running" | "finished"
     num_preemptions: int = 0
 
@@ -29,6 +29,8 @@ class Request:
     def num_tokens(self) -> int: return len(self.token_ids)
     @property
     def num_new_tokens(self) -> int: return len(self.token_ids) - self.num_computed_tokens
+    @property
+    def block_ids(self) -> list[int]: return self.cache.block_ids
 
     def next_tokens(self, n: int) -> list[int]:
         "The next n tokens to compute."
@@ -48,11 +50,11 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int: return sum(n for _, n in self.scheduled)
 
-# %% ../nbs/41_scheduler.ipynb #fd8d1081
+# %% ../nbs/41_scheduler.ipynb #d7ffc30b
 class Queues:
-    "Owner of the two queues and of every running request's blocks."
+    "Owner of the two queues and of what every running request holds of the caches."
     def __init__(self,
-        pool,                             # BlockPool: allocate(n) -> ids | None, free(ids)
+        pool,                             # CachePool: grow(handle, num_tokens) -> bool, release(handle)
         max_model_len: int,               # longest prompt + output of one request
     ):
         if pool.num_blocks - 1 < blocks_needed(max_model_len):
@@ -72,13 +74,12 @@ class Queues:
 
     def grow(self, request: Request, n: int) -> list[Request] | None:
         "Blocks for n more tokens. Returns whom it took them from, or None if the request itself had to go."
-        need, victims = max(0, blocks_needed(request.num_computed_tokens + n) - len(request.block_ids)), []
-        while (blocks := self.pool.allocate(need)) is None:
+        victims = []
+        while not self.pool.grow(request.cache, request.num_computed_tokens + n):
             youngest = self.running[-1]
             self.preempt(youngest)
             if youngest is request: return None
             victims.append(youngest)
-        request.block_ids += blocks
         return victims
 
     def preempt(self, request: Request) -> None:
@@ -96,10 +97,9 @@ class Queues:
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
-        self.pool.free(request.block_ids[::-1])       # the tail first: a beginning that others may want stays in the pool longest
-        request.block_ids = []
+        self.pool.release(request.cache)
 
-# %% ../nbs/41_scheduler.ipynb #dbb48204
+# %% ../nbs/41_scheduler.ipynb #b7343e8e
 class Scheduler(Queues):
     "Chooses the tokens of each step."
     def __init__(self, pool,
@@ -128,7 +128,7 @@ class Scheduler(Queues):
         while self.waiting and not step.preempted and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             n = min(request.num_new_tokens, budget, spare if request.all_rows else budget)
-            if n == 0 or spare == 0 or blocks_needed(request.num_tokens) + len(self.running) > self.pool.num_free: break
+            if n == 0 or spare == 0 or not self.pool.has_room(blocks_needed(request.num_tokens) + len(self.running)): break
             self.running.append(self.waiting.popleft())
             request.status = "running"
             self.grow(request, n)
@@ -150,6 +150,8 @@ class Scheduler(Queues):
         self.pool.check_integrity()
         held = [b for r in self.running for b in r.block_ids]
         assert len(held) == len(set(held)) == self.pool.num_blocks - 1 - self.pool.num_free, "blocks lost or held twice"
+        slots = [r.cache.slot for r in self.running if r.cache.slot]
+        assert len(slots) == len(set(slots)) == (0 if self.pool.states is None else len(self.running)), "a state slot is lost or held twice"
         for r in self.running: assert r.status == "running" and blocks_needed(r.num_computed_tokens) <= len(r.block_ids), r.request_id
-        for r in self.waiting: assert r.status == "waiting" and not r.block_ids and not r.num_computed_tokens, r.request_id
+        for r in self.waiting: assert r.status == "waiting" and not r.block_ids and not r.cache.slot and not r.num_computed_tokens, r.request_id
         assert len(self.running) <= self.max_num_seqs

@@ -316,8 +316,8 @@ def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
     return Answer(serving, jobs, reply, n, stream, echo)
 
-# %% ../nbs/51_server.ipynb #36309fe7
-@router.get("/health")
+# %% ../nbs/51_server.ipynb #9d57dfe6
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request):
     "200 when requests are answered; 503 while the model loads."
     status = _serving(request).status

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from literate_engine.config import ModelConfig
-from literate_engine.core import data_dir
+from literate_engine.core import fixture
 from literate_engine.gguf import GGUFError, GGUFFile, write_gguf
 
 BASE = {"general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 128, "llama.embedding_length": 32,
@@ -145,9 +145,8 @@ def test_tensors_missing_cut_or_unknown(load):
 
 
 def test_fixtures_of_other_engines():
-    folder = data_dir() / "fixtures" / "models"
     for name, n_layer, tied in (("llama", 3, False), ("llama3rope", 3, True), ("gemma3", 7, True)):
-        with GGUFFile(folder / f"{name}.gguf") as f: c = ModelConfig.from_gguf(f)
+        with GGUFFile(fixture(f"{name}.gguf")) as f: c = ModelConfig.from_gguf(f)
         assert (c.n_layer, c.n_vocab, c.tied) == (n_layer, 512, tied)
         if name == "llama3rope": assert c.layers[0].rope.freq_factors == "rope_freqs.weight"
         if name == "gemma3":

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir
-from literate_engine.engine import LLM, Engine, EngineConfig, EngineFull, Loaded, ScriptedModel, choices
-from literate_engine.kvcache import BLOCK_SIZE, BlockPool, blocks_needed
+from literate_engine.engine import EngineConfig, EngineFull, byte_tokenizer, scripted_engine
+from literate_engine.kvcache import BLOCK_SIZE, CachePool, blocks_needed
+from literate_engine.llm import LLM, choices
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
-from literate_engine.tokenizer import Tokenizer, byte_alphabet
 
 END = 256
-TOKENIZER = Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
-                       "tokenizer.ggml.token_type": np.array([1] * 256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": END})
+TOKENIZER = byte_tokenizer()
 
 
 def hashed(tokens): return sum((i + 3) * (t + 1) * (t + 11) for i, t in enumerate(tokens)) % 251
@@ -30,10 +29,7 @@ def alone(prompt, n):
     return tokens[len(prompt):]
 
 
-def make(script=hashed, n_vocab=257, num_blocks=33, max_model_len=64, **config):
-    config = EngineConfig(max_model_len=max_model_len, **config)
-    model = ScriptedModel(script, n_vocab, 257, max_model_len, num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
-    return Engine(Loaded(model, TOKENIZER, None, {}, "toy"), config)
+def make(script=hashed, **options): return scripted_engine(script, **options)
 
 
 def free(engine):
@@ -46,7 +42,7 @@ def free(engine):
 def random_schedule(seed):
     rng = random.Random(seed)
     max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
-    pool = BlockPool(1 + blocks_needed(max_len) + rng.randrange(4))
+    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4))
     s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]))
     slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}
     for i in range(rng.randint(3, 14)):

@@ -16,6 +16,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from literate_engine.core import fixture
 from literate_engine.gguf import GGML_TYPES, MAX_DEPTH, GGUFError, GGUFFile, write_gguf
 from literate_engine.inspect import format_report, inspect_gguf
 
@@ -240,9 +241,9 @@ def test_split(tmp_path):
 
 
 def test_split_fixture():
-    whole = GGUFFile(FIXTURES / "models/llama.gguf")
+    whole = GGUFFile(fixture("llama.gguf"))
     for i in (1, 2, 3):
-        g = GGUFFile(FIXTURES / f"models/llama_split-0000{i}-of-00003.gguf")
+        g = GGUFFile(fixture(f"llama_split-0000{i}-of-00003.gguf"))
         assert g.arch == "llama" and set(g.tensors) == set(whole.tensors)
         assert all(np.array_equal(g.raw(n), whole.raw(n)) and g.tensors[n].shape == whole.tensors[n].shape for n in g.tensors)
         assert list(g.metadata["tokenizer.ggml.tokens"]) == list(whole.metadata["tokenizer.ggml.tokens"])
