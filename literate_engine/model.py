@@ -171,12 +171,12 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops):
         tensor = QuantTensor(tensor.raw, tensor.type, needs[name].shape)
         if key in FORMS: setattr(place, key, FORMS[key](ops, layer, tensor.dequantize())); continue
         if len(tensor.shape) == 1 or name.endswith(".bias"): setattr(place, key, ops.vector(tensor.dequantize())); continue
-        for key, part in parts(tensor, key, layer).items():
+        for part_name, part in parts(tensor, key, layer).items():
             if hasattr(ops, "reserve"):
                 matrix, pack = ops.reserve(part)
                 jobs.append(pack)
             else: matrix = ops.matrix(part)
-            setattr(place, key, matrix)
+            setattr(place, part_name, matrix)
     for layer, lw in zip(config.layers, top.layers):
         if layer.qk_norm == "unit": lw.attn_q_norm = lw.attn_k_norm = ops.vector(np.ones(layer.head_dim_k, np.float32))
         if layer.v_norm: lw.attn_v_norm = ops.vector(np.ones(layer.head_dim_v, np.float32))

@@ -11,7 +11,7 @@ import pytest
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.kvcache import CacheHandle
-from literate_engine.linear_cpu import LINEAR_FORMATS
+from literate_engine.linear_lowbit import LINEAR_FORMATS
 from literate_engine.model import Model, prompt_logits
 from literate_engine.quants import QUANT_TYPES, QuantTensor, quantize
 from literate_engine.scheduler import Request, Scheduler
@@ -66,7 +66,7 @@ def greedy(model, ids, steps):
 def test_float_fixture(name, options, record):
     want, model, ref = expected(name), load(name, num_kv_blocks=60, **options), options.get("device") == "ref"
     bound, by_position, alone = 3e-4 if "gemma4" in name else 1e-4, [], []
-    apart = max(APART.get(name, 1e-5), 1e-5 if model.states is None else 1e-4)                    # on ref: a state carries what BLAS rounds differently from token to token
+    apart = max(APART.get(name, 1e-5), 1e-5 if model.states is None else 5e-5)          # NumPy sums in another order for another number of rows; a state carries that on
     equal = (lambda a, b: rel_err(a, b) < apart) if ref else (lambda a, b: (a == b).all())
     for ids, logits, k in prompts(want):
         got = prompt_logits(model, ids)
