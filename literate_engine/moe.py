@@ -14,7 +14,7 @@ __all__ = ['EXPERT_ACTS', 'LIMIT', 'ALPHA', 'READ', 'CHUNK', 'softmax', 'best_fi
 # %% ../nbs/24_moe.ipynb #8e7b9993
 from dataclasses import dataclass
 import numpy as np
-from .config import GATINGS, RouterSpec
+from .layers import GATINGS, RouterSpec
 from .linear_cpu import (ACT_OF, LAYOUTS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact,
     group_bytes, pad16, q8_1_bytes, q8_1_row, q8_k_bytes, q8_k_row, quantize_q8_1, quantize_q8_k)
 from .linear_lowbit import LINEAR_FORMATS

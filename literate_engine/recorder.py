@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from .attention import attention_ref, attention_scratch_bytes
-from .config import ConvSpec, DeltaSpec, RouterSpec, SSMSpec
+from .layers import ConvSpec, DeltaSpec, RouterSpec, SSMSpec
 from literate_engine.deltanet import (RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref, multiply_ref,
     short_conv_shapes)
 from .kvcache import KVCache
