@@ -385,7 +385,7 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #ac06353d
+# %% ../nbs/51_server.ipynb #4271a9a2
 class _Server(uvicorn.Server):
     "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
     async def shutdown(self, sockets=None):
@@ -394,7 +394,7 @@ class _Server(uvicorn.Server):
 
 def _uvicorn(app) -> uvicorn.Server:
     return _Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, http="h11",
-                                         h11_max_incomplete_event_size=64 << 10, lifespan="off"))       # 64 KiB of headers
+                                  h11_max_incomplete_event_size=64 << 10, lifespan="off"))       # 64 KiB of headers
 
 def listen(host: str, port: int) -> socket.socket:
     "A listening socket; port 0 takes a free one. ValueError if the address is taken or not ours."
