@@ -36,7 +36,7 @@ from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, Comple
                                       prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
-# %% ../nbs/51_server.ipynb #da2b2251
+# %% ../nbs/51_server.ipynb #67fe1e05
 @dataclass(frozen=True)
 class Limits:
     "What one request may ask of the server."
@@ -46,6 +46,7 @@ class Limits:
     choices: int = 128                   # prompts x n
     ping_seconds: float = 10.0           # a comment line after so much silence in a stream; negative: never
 
+# %% ../nbs/51_server.ipynb #be5eff17
 class Serving:
     "The engine (perhaps still loading), its public name, the limits."
     def __init__(self, engine, model_name: str | None = None, limits: Limits | None = None):
