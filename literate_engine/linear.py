@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ACTS', 'ACT_OF', 'matrix_bytes', 'roofline', 'linear_ref', 'quantize_act_ref', 'linear_int8_ref']
 
-# %% ../nbs/12_linear.ipynb #555203db
-from dataclasses import dataclass
+# %% ../nbs/12_linear.ipynb #db730355
 import numpy as np
 from .quants import QUANT_TYPES, dequantize
 

@@ -7,13 +7,13 @@ __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', '
            'u8_at', 'i8_at', 'i16_at', 'u16_at', 'i32_at', 'i64_at', 'Vec', 'word', 'load_f32x16', 'load_u8x64',
            'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16', 'store_i8', 'put_f16',
            'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin', 'vdiv',
-           'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'f16round', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma',
-           'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'lookup',
+           'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma', 'tile_store',
+           'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'lookup',
            'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32',
            'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause',
            'barrier']
 
-# %% ../nbs/09_simd.ipynb #4cb72f40
+# %% ../nbs/09_simd.ipynb #bc7a34d5
 import inspect, operator, sys
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -24,7 +24,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, register_model
 from numba.np.arrayobj import populate_array
 
-from .native import FEATURES, ISA, choose_isa, jit
+from .native import FEATURES, ISA, jit
 
 # %% ../nbs/09_simd.ipynb #4abf496c
 I8, I16, I32, I64, F16, F32, F64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -197,7 +197,7 @@ def vdiv(b, x, y):
     "x / y"
     return b.fdiv(x, y)
 
-# %% ../nbs/09_simd.ipynb #21caa53b
+# %% ../nbs/09_simd.ipynb #ed2e3f3b
 @word(types.float32)
 def hsum(b, v):
     "The sum of the 16 lanes, pairwise."
@@ -216,10 +216,6 @@ def pair_sums(b, v):
     total = lambda x: _call(b, "llvm.vector.reduce.add.v16i32", I32, x)
     lo = total(b.mul(v, ir.Constant(v.type, [1, 1, 0, 0]*4)))
     return b.or_(b.and_(lo, I32(0xffff)), b.shl(b.sub(total(v), lo), I32(16)))
-@word(types.float32)
-def f16round(b, s):
-    "A float32 rounded to float16 and back."
-    return b.fpext(b.fptrunc(s, F16), F32)
 
 # %% ../nbs/09_simd.ipynb #3aae83c9
 @word(f32x16)

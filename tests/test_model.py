@@ -1,7 +1,7 @@
 """Tiny models with logits from independent implementations: every architecture, every position of every prompt, on every device, however the tokens are cut.
 
 The repository holds a selection (tools/fixtures.py). With LITERATE_FIXTURES=DIR, a folder with the whole set unpacked (models/, extra/, quant/), all of it runs.
-With LITERATE_RECORD=1 the errors are written to data/bench/architectures.json, which the chapter on architectures shows."""
+With LITERATE_RECORD=1 the errors are written to data/bench/architectures.json."""
 import json
 import os
 
