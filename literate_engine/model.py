@@ -98,7 +98,7 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #e18afcc6
+# %% ../nbs/31_model.ipynb #381afb3b
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias",
             "ssm_norm", "ssm_dt_norm", "ffn_up_shexp_bias", "ffn_down_shexp_bias")
@@ -120,13 +120,13 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops):
         tensor = QuantTensor(tensor.raw, tensor.type, needs[name].shape)
         if key in FORMS: setattr(place, key, FORMS[key](ops, layer, tensor.dequantize())); continue
         if len(tensor.shape) == 1 or name.endswith(".bias"): setattr(place, key, ops.vector(tensor.dequantize())); continue
-        for key, rows in row_orders(key, layer).items():
+        for part_name, rows in row_orders(key, layer).items():
             part = tensor if rows is None else QuantTensor(tensor.raw[rows], tensor.type, (len(rows), tensor.shape[1]))
             if hasattr(ops, "reserve"):
                 matrix, pack = ops.reserve(part)
                 jobs.append(pack)
             else: matrix = ops.matrix(part)
-            setattr(place, key, matrix)
+            setattr(place, part_name, matrix)
     for layer, lw in zip(config.layers, top.layers):
         if layer.qk_norm == "unit": lw.attn_q_norm = lw.attn_k_norm = ops.vector(np.ones(layer.head_dim_k, np.float32))
         if getattr(layer.state, "dbc_norm", None) == "unit":

@@ -226,7 +226,7 @@ def in_steps(model, handle, ids, cuts, done=0):
 def test_a_sequence_goes_back(name, options):
     "Copies of the state, kept and put back, another sequence in a slot that was given up; keys and values stay"
     ids, model = (expected(name)["p1_ids"].tolist()*3)[:100], load(name, num_kv_blocks=24, num_state_slots=4, **options)
-    same = (lambda a, b: rel_err(a, b) < 3e-5) if options.get("device") == "ref" else (lambda a, b: (a == b).all())
+    same = (lambda a, b: rel_err(a, b) < 5e-5) if options.get("device") == "ref" else (lambda a, b: (a == b).all())
     pool, one, two = model.pool, CacheHandle(), CacheHandle()
     want = prompt_logits(model, ids)
     assert pool.grow(one, 100)
