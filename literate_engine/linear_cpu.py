@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'ROWS', 'TILE', 'AHEAD', 'PLAIN', 'BLOCKS', 'TINY', 'LINEAR_FORMATS', 'nibbles', 'nibbles_bit',
-           'nibbles_2bits', 'signed_bytes', 'Layout', 'pad16', 'packed_group_bytes', 'packed_bytes', 'u32', 'put32',
-           'copy16', 'bits_apart', 'pack_block', 'pack_q8_0', 'k_scale', 'pack_k', 'pack_q6_k', 'pack_plain', 'pack_op',
-           'pack', 'aligned_zeros', 'act_bytes', 'q8_1_bytes', 'q8_k_bytes', 'q8_1_row', 'q8_k_row', 'quantize_q8_1',
-           'quantize_q8_k', 'quantize_Q8_1', 'quantize_Q8_K', 'int8_block', 'int8_q8_0', 'int8_super', 'affine',
-           'exact', 'plain_values', 'group_bytes', 'linear_op', 'embed_op', 'LinearFormat', 'share_op', 'linear_cpu']
+           'nibbles_2bits', 'signed_bytes', 'unsigned_bytes', 'Layout', 'pad16', 'packed_group_bytes', 'packed_bytes',
+           'u32', 'put32', 'copy16', 'bits_apart', 'pack_block', 'pack_q8_0', 'k_scale', 'pack_k', 'pack_q6_k',
+           'pack_plain', 'pack_op', 'pack', 'aligned_zeros', 'act_bytes', 'q8_1_bytes', 'q8_k_bytes', 'q8_1_row',
+           'q8_k_row', 'quantize_q8_1', 'quantize_q8_k', 'quantize_Q8_1', 'quantize_Q8_K', 'int8_block', 'int8_signed',
+           'int8_super', 'affine', 'exact', 'plain_values', 'group_bytes', 'linear_op', 'embed_op', 'name_ops',
+           'LinearFormat', 'share_op', 'linear_cpu']
 
 # %% ../nbs/13_linear_cpu.ipynb #4e54f25e
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from .simd import (
     load_u8x64, pair_sums, prefetch_lines, shift_pairs, store_i8, tile_dot, tile_dot_i8, tile_dots, tile_dots_i8, tile_f32, tile_fma, tile_fma_codes,
     tile_fma_dot, tile_i32, tile_imul_x, tile_scaled, tile_store, tile_total, to_f32, to_i32, u8_at, vabs, vmax, vrint)
 
-# %% ../nbs/13_linear_cpu.ipynb #0ab92ec6
+# %% ../nbs/13_linear_cpu.ipynb #c17d8df1
 @jit
 def nibbles(W, p, i):
     w = load_u8x64(W, p + 64*i)
@@ -35,9 +36,11 @@ def nibbles_2bits(W, p, i):
     a, b, h = load_u8x64(W, p), load_u8x64(W, p + 64), load_u8x64(W, p + 128)
     return (a & 15) | ((h << 4) & 48), (a >> 4) | ((h << 2) & 48), (b & 15) | (h & 48), (b >> 4) | ((h >> 2) & 48)
 @jit
-def signed_bytes(W, p, i): return (load_u8x64(W, p + 64*i) ^ 128,)
+def signed_bytes(W, p, i): return (load_u8x64(W, p + 64*i),)
+@jit
+def unsigned_bytes(W, p, i): return (load_u8x64(W, p + 64*i) ^ 128,)
 
-# %% ../nbs/13_linear_cpu.ipynb #0878c602
+# %% ../nbs/13_linear_cpu.ipynb #30ec710c
 @dataclass(frozen=True)
 class Layout:
     "How 16 rows of one format are packed, and what the kernels must know of it."
@@ -51,20 +54,27 @@ class Layout:
     has_min: bool
     super: int = 0        # chunks per super-block (K-quants; then scales are integers and the super-block ends with float16 scales)
     sums: int = 1         # int16 sums per chunk that each stay in range
+    scale_bytes: int = 32 # packed bytes of a chunk's 16 scales (and of its 16 minimums)
+    scale: object = load_f16x16    # (W, address) -> those scales as float32, in formats without super-blocks
+    signed: object = None          # like codes, but 8-bit weights with their sign, for formats whose kernel wants them
+    kernel: object = None          # maker of the fast kernel, for formats with one of their own
+    scales: object = None          # what `affine` returns, for formats with a way of their own to pack scales
+    @property
+    def scale_at(self): return self.chunk_bytes - self.scale_bytes*(1 + self.has_min)     # behind a chunk's codes
 
 def _block(codes, size, zero, has_min): return Layout(codes, 4, 16, 4, 32, size, zero, has_min)
+def _super(codes, parts, gap, chunk, size, zero, has_min, **more): return Layout(codes, parts, gap, 4, chunk, size, zero, has_min, 256//chunk, scale_bytes=16, **more)
 LAYOUTS = dict(
     Q4_0=_block(nibbles, 256 + 32, 8, False), Q4_1=_block(nibbles, 256 + 64, 0, True),
     Q5_0=_block(nibbles_bit, 320 + 32, 16, False), Q5_1=_block(nibbles_bit, 320 + 64, 16, True),
-    Q8_0=Layout(signed_bytes, 8, 4, 4, 32, 512 + 32, 128, False),
-    Q4_K=Layout(nibbles, 4, 16, 4, 32, 256 + 32, 0, True, super=8),
-    Q5_K=Layout(nibbles_bit, 4, 16, 4, 32, 320 + 32, 0, True, super=8, sums=2),
-    Q6_K=Layout(nibbles_2bits, 1, 4, 16, 16, 192 + 16, 32, False, super=16))
+    Q8_0=Layout(unsigned_bytes, 8, 4, 4, 32, 512 + 32, 128, False, signed=signed_bytes),
+    Q4_K=_super(nibbles, 4, 16, 32, 256 + 32, 0, True), Q5_K=_super(nibbles_bit, 4, 16, 32, 320 + 32, 0, True, sums=2),
+    Q6_K=_super(nibbles_2bits, 1, 4, 16, 192 + 16, 32, False))
 
-# %% ../nbs/13_linear_cpu.ipynb #8fcd852a
+# %% ../nbs/13_linear_cpu.ipynb #1a43a58c
 ROWS = 16                                # rows of a matrix packed together: the lanes of a vector
 TILE = 8 if ISA == "avx512" else 4       # tokens of a tile: as many as the registers hold
-AHEAD = 8192                             # bytes between the block in work and the one being prefetched
+AHEAD = 8192 if ISA == "avx512" else 1536  # bytes between the block in work and the one being prefetched: what was best on a machine of each kind
 PLAIN = {"F32": (load_f32x16, 4), "F16": (load_f16x16, 2), "BF16": (load_bf16x16, 2)}      # format -> (load of 16 values, bytes of one)
 
 def pad16(n: int) -> int: return (n + 15)//16*16
@@ -248,11 +258,11 @@ def quantize_Q8_K(tid, n, I, S):       # y (records), x (float32 rows of stride 
     M = S[I[2]]; t0, t1, a = op_rows(tid, n, M); b = own_row(tid, M, I, 1); K = I[6]; R = q8_k_bytes(K)
     for t in range(t0, t1): quantize_q8_k(f32_at(I[5]), (t+b)*((K+15)//16*16), K, q8_k_row(I[4] + (t+a)*R, K))
 
-# %% ../nbs/13_linear_cpu.ipynb #8db71ea5
+# %% ../nbs/13_linear_cpu.ipynb #d4ae7d03
 def int8_block(f: Layout, T: int):
     "Formats of 32 weights a block with float16 scales: Q4_0 Q4_1 Q5_0 Q5_1."
     codes, PARTS, GAP, STEP, BYTES, Z, MIN = f.codes, f.parts, f.gap, f.step, f.chunk_bytes, f.zero, f.has_min
-    D = BYTES - (64 if MIN else 32); LINES = (BYTES + 63)//64
+    D = f.scale_at; LINES = (BYTES + 63)//64; load_scale = f.scale
     @jit
     def tile(W, p, K, row, R, t, y, o, ldy):
         x, scale, mean, sums = row; acc = tile_f32(T); q, s, ld = t*R, t*(R//4), R//4
@@ -260,33 +270,34 @@ def int8_block(f: Layout, T: int):
             if T == 1: prefetch_lines(W, p + AHEAD, LINES)
             dots = tile_dots(T, Z, sums, s+i, ld)
             for j in range(PARTS): dots = tile_dot(dots, codes(W, p, j), x, q + j*STEP, R, GAP)
-            d = load_f16x16(W, p + D)
+            d = load_scale(W, p + D)
             acc = tile_fma_dot(acc, tile_total(dots), d, scale, s+i, ld)
             if MIN: acc = tile_fma(acc, fma(d, f32v(np.float32(Z)), load_f16x16(W, p + D + 32)), mean, s+i, ld)
             p += BYTES; q += 32
         tile_store(y, o, ldy, acc)
     return tile
 
-# %% ../nbs/13_linear_cpu.ipynb #47528c72
-def int8_q8_0(f: Layout, T: int):
-    "Q8_0: signed bytes, one float16 scale for 32."
+# %% ../nbs/13_linear_cpu.ipynb #e74bbcad
+def int8_signed(f: Layout, T: int):
+    "Blocks of 32 weights of 8 bits with their sign: Q8_0."
+    signed, PARTS, GAP, STEP, BYTES, D, load_scale = f.signed, f.parts, f.gap, f.step, f.chunk_bytes, f.scale_at, f.scale; LINES = (BYTES + 63)//64
     @jit
     def tile(W, p, K, row, R, t, y, o, ldy):
         x, scale, mean, sums = row; acc = tile_f32(T); q, s, ld = t*R, t*(R//4), R//4
         for i in range(K//32):
-            if T == 1: prefetch_lines(W, p + AHEAD, 9)
+            if T == 1: prefetch_lines(W, p + AHEAD, LINES)
             dots = tile_dots_i8(T, sums, s+i, ld)
-            for j in range(8): dots = tile_dot_i8(dots, load_u8x64(W, p + 64*j), x, q + 4*j, R)
-            acc = tile_fma_dot(acc, dots, load_f16x16(W, p + 512), scale, s+i, ld)
-            p += 544; q += 32
+            for j in range(PARTS): dots = tile_dot_i8(dots, signed(W, p, j), x, q + j*STEP, R, GAP)
+            acc = tile_fma_dot(acc, dots, load_scale(W, p + D), scale, s+i, ld)
+            p += BYTES; q += 32
         tile_store(y, o, ldy, acc)
     return tile
 
-# %% ../nbs/13_linear_cpu.ipynb #395fd83e
+# %% ../nbs/13_linear_cpu.ipynb #adc09c06
 def int8_super(f: Layout, T: int):
     "K-quants: super-blocks of 256 with an integer scale (and minimum) for each chunk: Q4_K Q5_K Q6_K."
     codes, GAP, STEP, CHUNK, BYTES, Z, MIN, NC, SUMS = f.codes, f.gap, f.step, f.chunk, f.chunk_bytes, f.zero, f.has_min, f.super, f.sums
-    S = BYTES - (32 if MIN else 16); LINES = (BYTES + 63)//64; PER = f.parts//SUMS
+    S = f.scale_at; LINES = (BYTES + 63)//64; PER = f.parts//SUMS
     @jit
     def tile(W, p, K, row, R, t, y, o, ldy):
         x, scale, sums, sums32 = row; acc = tile_f32(T); q, s, ld = t*R, t*(R//4), R//4
@@ -308,17 +319,17 @@ def int8_super(f: Layout, T: int):
         tile_store(y, o, ldy, acc)
     return tile
 
-# %% ../nbs/13_linear_cpu.ipynb #53f929c1
+# %% ../nbs/13_linear_cpu.ipynb #f18030b4
 def affine(f: Layout):
     "(W, chunk's address, end of its super-block) -> vectors a, c: a weight is a*code + c."
-    Z, MIN, SUPER = np.float32(f.zero), f.has_min, f.super
-    D = f.chunk_bytes - (64 if MIN else 32); S = f.chunk_bytes - (32 if MIN else 16)
+    if f.scales: return f.scales
+    Z, MIN, SUPER, D, load_scale = np.float32(f.zero), f.has_min, f.super, f.scale_at, f.scale
     @jit
     def of(W, p, d):
         if SUPER:
-            a = load_f16x16(W, d)*to_f32(load_i8i32x16(W, p + S))
-            return a, load_f16x16(W, d + 32)*to_f32(load_i8i32x16(W, p + S + 16))*f32v(-1.) if MIN else a*f32v(-Z)
-        a = load_f16x16(W, p + D)
+            a = load_f16x16(W, d)*to_f32(load_i8i32x16(W, p + D))
+            return a, load_f16x16(W, d + 32)*to_f32(load_i8i32x16(W, p + D + 16))*f32v(-1.) if MIN else a*f32v(-Z)
+        a = load_scale(W, p + D)
         return a, load_f16x16(W, p + D + 32) if MIN else a*f32v(-Z)
     return of
 
@@ -427,18 +438,24 @@ def embed_op(fmt: str):
             for k in range(K, ld): y[(t+a)*ld + k] = np.float32(0.)
     return embed
 
-# %% ../nbs/13_linear_cpu.ipynb #aec4d1ef
+# %% ../nbs/13_linear_cpu.ipynb #f2161011
 def _kernels(fmt):
     "The maker of a format's fast kernel."
     if fmt in PLAIN: return plain_values(*PLAIN[fmt])
-    if fmt == "Q8_0": return int8_q8_0
-    return int8_super if LAYOUTS[fmt].super else int8_block
+    f = LAYOUTS[fmt]
+    return f.kernel or (int8_signed if f.signed else int8_super if f.super else int8_block)
 
-for _f in (*PLAIN, *LAYOUTS):
-    _make = _kernels(_f)
-    named(f"linear_{_f}", partial(linear_op, _f, ACT_OF[_f], _make), globals())
-    named(f"linear_{_f}_f32", partial(linear_op, _f, "F32", _make if _f in PLAIN else exact), globals())
-    named(f"embed_{_f}", partial(embed_op, _f), globals())
+def name_ops(
+    fmt: str,             # a format with a row in BLOCKS, in ACT_OF and, unless it is plain, in LAYOUTS
+    module: dict,         # globals() of the module that the ops belong to
+):
+    "The ops that use a packed matrix."
+    make = _kernels(fmt)
+    named(f"linear_{fmt}", partial(linear_op, fmt, ACT_OF[fmt], make), module)
+    named(f"linear_{fmt}_f32", partial(linear_op, fmt, "F32", make if fmt in PLAIN else exact), module)
+    named(f"embed_{fmt}", partial(embed_op, fmt), module)
+
+for _f in (*PLAIN, *LAYOUTS): name_ops(_f, globals())
 
 # %% ../nbs/13_linear_cpu.ipynb #0de8e11e
 @dataclass(frozen=True)

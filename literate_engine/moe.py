@@ -10,12 +10,13 @@ __all__ = ['EXPERT_ACTS', 'LIMIT', 'ALPHA', 'READ', 'CHUNK', 'softmax', 'best_fi
            'stretch', 'add_bias', 'experts_op', 'expert_act16', 'expert_act', 'combine_experts', 'quantize_experts_op',
            'gate_rows', 'experts_linear', 'moe_cpu', 'RoutingTrace', 'expert_usage', 'active_experts']
 
-# %% ../nbs/24_moe.ipynb #126265d3
+# %% ../nbs/24_moe.ipynb #8e7b9993
 from dataclasses import dataclass
 import numpy as np
 from .config import GATINGS, RouterSpec
-from .linear_cpu import (ACT_OF, LAYOUTS, LINEAR_FORMATS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact,
+from .linear_cpu import (ACT_OF, LAYOUTS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact,
     group_bytes, pad16, q8_1_bytes, q8_1_row, q8_k_bytes, q8_k_row, quantize_q8_1, quantize_q8_k)
+from .linear_lowbit import LINEAR_FORMATS
 from .ops import act16, gated_ref, padded_rows
 from .cpu_ops import WORDS, call_share, columns, cpu_op, named, op_address, op_rows, operand_word, own_row
 from .simd import as_f64, f32_at, f32v, fma, hsum, i32_at, jit, load_f32x16, store, u8_at, vdiv, vexp, vmax, vmin

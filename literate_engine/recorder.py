@@ -18,7 +18,8 @@ from .config import ConvSpec, DeltaSpec, SSMSpec
 from literate_engine.deltanet import (RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref, multiply_ref,
     short_conv_shapes)
 from .kvcache import KVCache
-from .linear_cpu import LINEAR_FORMATS, act_bytes, pad16
+from .linear_cpu import act_bytes, pad16
+from .linear_lowbit import LINEAR_FORMATS
 from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
     pack_experts, route_operands, route_ref, route_scratch_bytes)
 from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref

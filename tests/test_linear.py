@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from literate_engine.linear import ACT_OF, linear_int8_ref, linear_ref, quantize_act_ref
-from literate_engine.linear_cpu import LINEAR_FORMATS, act_bytes, aligned_zeros, linear_cpu, pack, packed_bytes, pad16, share_op
+from literate_engine.linear_cpu import act_bytes, aligned_zeros, linear_cpu, pack, packed_bytes, pad16, share_op
+from literate_engine.linear_lowbit import LINEAR_FORMATS
 from literate_engine.quants import QUANT_TYPES, dequantize
 from literate_engine.cpu_ops import run_op
 from literate_engine.simd import FEATURES
 
 FORMATS = list(LINEAR_FORMATS)
-SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}      # where float16 scales stand; default: 0
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()}   # where float16 scales stand; default: 0
 
 
 def random_raw(fmt, n, k, rng, extreme=False):
@@ -26,6 +27,7 @@ def random_raw(fmt, n, k, rng, extreme=False):
     if extreme: raw[:] = rng.choice([0, 255, 128, 127], (n, k//t.block_size, 1)).astype(np.uint8)
     for o in SCALES.get(fmt, (0,)):
         raw[..., o:o+2] = rng.uniform(-.01, .01, (n, k//t.block_size, 1)).astype(np.float16).view(np.uint8)
+    if fmt == "MXFP4": raw[..., 0] = rng.integers(110, 130, raw.shape[:2])               # an exponent is its scale
     return raw.reshape(n, -1)
 
 
@@ -46,7 +48,7 @@ def check(fmt, n, k, m, exact, extreme=False, seed=0):
     size = (np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T).max()
     want = linear_ref(x, raw, fmt) if exact else linear_int8_ref(x, raw, fmt)
     # weights are code * scale - minimum, and a kernel sums the two parts apart
-    parts = 4 if fmt in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    parts = 4 if fmt in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K") else 1
     assert np.abs(y - want).max() <= parts*1e-6*max(size, np.abs(want).max())
     for t in range(m): assert (linear_cpu(x[t:t+1], W, fmt, n, exact=exact) == y[t]).all()
 
@@ -75,7 +77,25 @@ def test_embedding_row(fmt):
     assert (y[:, k:] == 0).all()
 
 
-@pytest.mark.parametrize("fmt", ["Q4_1", "Q6_K", "F16"])
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if ACT_OF[f] != "F32"])
+def test_weights_bit_for_bit(fmt):
+    "One activation of 1 among zeros: the exact kernel returns a column, which is `dequantize`'s where no minimum is subtracted. Scales of zero, subnormal and huge ones too."
+    n, k = 32, 512
+    raw = random_raw(fmt, n, k, np.random.default_rng(8)).reshape(n, -1, QUANT_TYPES[fmt].type_size)
+    for r, d in enumerate((0., 6e-8, -6e-8, 6e-5, 1000., -65504.)):
+        for o in SCALES.get(fmt, (0,)): raw[r, :, o:o+2] = np.array([d], np.float16).view(np.uint8)
+    if fmt == "MXFP4": raw[:6, :, 0] = np.array([0, 1, 2, 127, 200, 250])[:, None]
+    raw = raw.reshape(n, -1)
+    columns = np.arange(0, k, 37)
+    x = np.zeros((len(columns), k), np.float32)
+    x[np.arange(len(columns)), columns] = 1
+    y, w = linear_cpu(x, pack(raw, fmt, n, k), fmt, n, exact=True).T, dequantize(raw, fmt)[:, columns]
+    assert np.isfinite(y).all()
+    if fmt in ("Q4_1", "Q5_1"): close(y, w, 1e-6)
+    else: assert (y == w).all()
+
+
+@pytest.mark.parametrize("fmt", ["Q4_1", "Q6_K", "F16", "IQ4_XS", "Q2_K"])
 def test_threads_share_without_a_trace(fmt):
     rng = np.random.default_rng(5)
     n, k, m, act = 100, 512, 9, ACT_OF[fmt]
@@ -119,7 +139,7 @@ def test_other_instruction_sets(isa, root):
     needs = {"generic": set(), "avxvnni": {"avx512vnni", "avx512vl"}, "avx512": {"avx512vnni", "avx512bw", "avx512vl"}}[isa]
     if not needs <= FEATURES and not (isa == "avxvnni" and "avxvnni" in FEATURES): pytest.skip(f"this CPU has no {isa}")
     env = {**os.environ, "LITERATE_ISA": isa, "PYTHONPATH": os.pathsep.join([str(root), str(root/"tests")])}
-    r = subprocess.run([sys.executable, "-c", SCRIPT.format(isa=isa, formats=["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])],
+    r = subprocess.run([sys.executable, "-c", SCRIPT.format(isa=isa, formats=[f for f in FORMATS if ACT_OF[f] != "F32"])],
                        env=env, capture_output=True, text=True, timeout=900)
     assert r.returncode == 0 and r.stdout.startswith("ok"), r.stderr[-2000:]
 

@@ -11,7 +11,7 @@ import pytest
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.kvcache import CacheHandle
-from literate_engine.linear_cpu import LINEAR_FORMATS
+from literate_engine.linear_lowbit import LINEAR_FORMATS
 from literate_engine.model import Model, prompt_logits
 from literate_engine.quants import QUANT_TYPES, QuantTensor
 from literate_engine.scheduler import Request, Scheduler
