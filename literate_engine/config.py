@@ -63,7 +63,7 @@ class RouterSpec:
         open = self.n_expert//self.n_group*self.n_group_used
         if self.n_expert_used > open: raise ValueError(f"n_expert_used is {self.n_expert_used}: the {self.n_group_used} groups kept hold only {open} experts")
 
-# %% ../nbs/05_config.ipynb #feb49b21
+# %% ../nbs/05_config.ipynb #138cb7c7
 @dataclass(frozen=True)
 class DeltaSpec:
     "The sizes of a gated delta layer; ValueError if they do not divide."
@@ -80,6 +80,8 @@ class DeltaSpec:
                              f"expected a multiple of ssm.group_count (key heads), which is {self.n_head_k}")
     @property
     def n_channels(self) -> int: return 2*self.n_head_k*self.head_dim_k + self.n_head_v*self.head_dim_v       # that are convolved
+    @property
+    def n_state(self) -> int: return self.n_head_v*self.head_dim_k*self.head_dim_v + (self.conv_kernel - 1)*self.n_channels      # values kept for a sequence
 
 @dataclass(frozen=True)
 class SSMSpec:
@@ -104,15 +106,19 @@ class SSMSpec:
     def head_dim(self) -> int: return self.inner_size//self.n_head
     @property
     def n_channels(self) -> int: return self.inner_size + 2*self.group_count*self.state_size       # that are convolved
+    @property
+    def n_state(self) -> int: return self.inner_size*self.state_size + (self.conv_kernel - 1)*self.n_channels      # values kept for a sequence
 
-# %% ../nbs/05_config.ipynb #f7c21c04
+# %% ../nbs/05_config.ipynb #ccf5ca27
 @dataclass(frozen=True)
 class ConvSpec:
     "The sizes of a layer that only convolves."
     n_channels: int
     conv_kernel: int                  # tokens that it sees
+    @property
+    def n_state(self) -> int: return (self.conv_kernel - 1)*self.n_channels     # values kept for a sequence
 
-# %% ../nbs/05_config.ipynb #9c8de91f
+# %% ../nbs/05_config.ipynb #71c0a6ec
 @dataclass(frozen=True)
 class LayerSpec:
     "Everything the forward pass must know about one layer, beyond its weights."
@@ -137,14 +143,15 @@ class LayerSpec:
     parallel: bool = False            # attention and feed-forward read the same norm
     residual_scale: float = 1.0       # what a block adds to the stream is multiplied by this
     act: str = "silu"                 # activation of the gate: "silu" | "gelu" (the tanh form) | "relu2" | "swiglu_oai" (experts only)
-    ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router` chooses; None: there is none
+    ffn: str | None = "dense"         # "dense": down(act(gate x) * up x); "plain": down(act(up x)); "moe": a sum over the experts that `router`
+                                      # chooses; None: the layer is only a mixer
     router: RouterSpec | None = None  # of a "moe" layer
     n_ff_shared: int = 0              # width of a dense part that every token visits besides its experts; 0: there is none
     shared_gate: bool = False         # that part's result is multiplied by the sigmoid of a product with the token
     gated_experts: bool = True        # experts and the shared part have a gate, as a "dense" part has; False: as a "plain" one
     n_latent: int = 0                 # experts work between two projections to and from this width; 0: on the stream
     state: DeltaSpec | SSMSpec | ConvSpec | None = None     # sizes of a mixer that keeps a state
-    fused: tuple[str, ...] = ()       # matrices of the file that are several of ours, parted when they are loaded: see `Architecture.fused`
+    fused: tuple[str, ...] = ()                  # matrices of the file that are several of ours, parted when they are loaded: see `Architecture.fused`
     bare: tuple[str, ...] = ("ssm_a", "ssm_d")   # weights whose names do not end in .weight
 
 # %% ../nbs/05_config.ipynb #be8b4dda
@@ -254,7 +261,7 @@ class Facts:
         if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != n_layer: raise self.bad(name, value, f"{n_layer} flags, one for each layer")
         return tuple(bool(v) for v in value)
 
-# %% ../nbs/05_config.ipynb #1be3494a
+# %% ../nbs/05_config.ipynb #cf268441
 @dataclass(frozen=True)
 class Architecture:
     "What an architecture's name implies and its files do not say."
@@ -287,7 +294,7 @@ class Architecture:
     recurrent: str | None = None      # mixer of the layers that do not attend; None: all attend
     attend_every: int = 0             # n > 0: layers n-1, 2n-1, ... attend, where the file does not say
     tiled_heads: bool = False         # DeltaSpec.grouped is False
-    fused: tuple[str, ...] = ()       # matrices that a file may have in place of their parts: "ssm_ba" of ssm_beta and ssm_alpha, "ssm_in" of attn_qkv and attn_gate
+    fused: tuple[str, ...] = ()       # matrices that a file may have in place of their parts: "ssm_ba" (ssm_beta, ssm_alpha), "ssm_in" (attn_qkv, attn_gate)
     side_by_side: str | None = None   # mixer of the layers that do both at once
     one_part: bool = False            # a layer is a mixer or a feed-forward part, never both
     rope_if_finetuned: bool = False   # no position encoding unless rope.scaling.finetuned says so
@@ -297,7 +304,7 @@ class Architecture:
     bare: tuple[str, ...] = ()        # further weights whose names do not end in .weight
     output_norm: str = "output_norm"
 
-# %% ../nbs/05_config.ipynb #4addd539
+# %% ../nbs/05_config.ipynb #c3901135
 QKV = ("attn_q", "attn_k", "attn_v")
 HYBRID = dict(rope_layout="half", qk_norm="head", gated=True, recurrent="gated_delta", attend_every=4, ffn_norm="post_attention_norm")
 ARCHITECTURES = {
@@ -463,7 +470,7 @@ def vocab_sizes(f: Facts) -> tuple[int, int]:
     if n_token == 0: raise GGUFError(f"{key} has 0 entries: expected at least 1")
     return rows, n_token
 
-# %% ../nbs/05_config.ipynb #516d72b7
+# %% ../nbs/05_config.ipynb #dcae0d62
 def recurrent_layers(f: Facts, a: Architecture, n_head_kv: tuple) -> tuple[bool, ...]:
     "Which layers keep a state in place of keys and values."
     n_layer = len(n_head_kv)
@@ -496,7 +503,7 @@ def state_spec(f: Facts, a: Architecture):                 # None: no layer keep
     try: return STATES[a.recurrent](f, a) if a.recurrent else None
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/05_config.ipynb #aa12ef6b
+# %% ../nbs/05_config.ipynb #69ae4dff
 def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: float | None, truncate: bool | None) -> tuple[LayerSpec, ...]:
     "One LayerSpec for each block of the file."
     low = 0 if a.recurrent else 1
@@ -505,8 +512,8 @@ def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: 
     n_ff = f.per_layer("feed_forward_length", n_layer, f.metadata.get(f.key("expert_feed_forward_length")), low=low)     # some files of pure mixtures have one only
     parts, cap = expert_parts(f, a, n_layer, n_ff), f.number("attn_logit_softcapping") if f.has("attn_logit_softcapping") else 0.0
     if a.one_part: parts = [part if n else dict(ffn=None, n_ff=0) for part, n in zip(parts, n_ff)]
-    common = dict(pre_norms=a.pre_norms, post_norms=a.post_norms, parallel=a.parallel, ffn_norm=a.ffn_norm, residual_scale=f.number("residual_scale", 1.0), act=a.act,
-                  bare=LayerSpec.bare + a.bare)
+    common = dict(pre_norms=a.pre_norms, post_norms=a.post_norms, parallel=a.parallel, ffn_norm=a.ffn_norm, act=a.act,
+                  residual_scale=f.number("residual_scale", 1.0), bare=LayerSpec.bare + a.bare)
     recurrent, state, layers = recurrent_layers(f, a, n_head_kv), state_spec(f, a), []
     if not all(recurrent):
         dim_k, dim_v = head_dims(f, n_embd, max(n_head))
@@ -571,7 +578,7 @@ def from_metadata(
                        logit_softcap=f.number("final_logit_softcapping") if f.has("final_logit_softcapping") else 0.0,
                        output_norm=a.output_norm, tied="output.weight" not in shapes, n_extra=n_extra, notes=tuple(f.notes))
 
-# %% ../nbs/05_config.ipynb #30707f8c
+# %% ../nbs/05_config.ipynb #d9aafda1
 def layer_tensors(s: LayerSpec, n_embd: int) -> dict[str, TensorNeed]:
     "Names (without `blk.<i>.`) and shapes of one layer's tensors."
     t = MIXER_TENSORS[s.mixer](s, n_embd) | ffn_tensors(s, n_embd)
@@ -631,7 +638,7 @@ MIXER_TENSORS = {"full_attention": attention_tensors, "sliding_attention": atten
 def ffn_tensors(s: LayerSpec, n_embd: int) -> dict[str, tuple]:
     "Shapes of the feed-forward part's matrices"
     def part(kind, n_ff, n_in, *n, gate=s.gated_experts):
-        return {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)} | ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {})
+        return ({f"ffn_gate{kind}": (*n, n_ff, n_in)} if gate else {}) | {f"ffn_up{kind}": (*n, n_ff, n_in), f"ffn_down{kind}": (*n, n_in, n_ff)}
     if s.ffn is None: return {}
     if s.router is None: return part("", s.n_ff, n_embd, gate=s.ffn == "dense")
     t = part("_exps", s.n_ff, s.n_latent or n_embd, s.router.n_expert) | {"ffn_gate_inp": (s.router.n_expert, n_embd)}

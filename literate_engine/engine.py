@@ -243,14 +243,15 @@ class EngineCore:
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
-# %% ../nbs/43_engine.ipynb #50201cc4
+# %% ../nbs/43_engine.ipynb #a83d19f9
 log = logging.getLogger("literate_engine.engine")
 
 def _forward(self, scheduled: list) -> dict[str, np.ndarray]:
     "request_id -> the rows of logits it asked for; after a failure, of those requests that work alone."
     if not scheduled: return {}
     try:
-        self.model.batch.fill([(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n), r.cache.slot) for r, n in scheduled], n_vocab=self.model.config.n_vocab)
+        seqs = [(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n), r.cache.slot) for r, n in scheduled]
+        self.model.batch.fill(seqs, n_vocab=self.model.config.n_vocab)
         logits = self.model.forward(self.model.batch)
     except Exception as e:
         if len(scheduled) == 1: return self.fail(scheduled[0][0], e) or {}
@@ -438,7 +439,7 @@ def _abort(self, request_id: str) -> None:
 
 Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
 
-# %% ../nbs/43_engine.ipynb #08f84ddd
+# %% ../nbs/43_engine.ipynb #437c1dd5
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -453,7 +454,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
         tokenizer = aside.submit(Tokenizer.from_gguf, file)
         model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,
-                      num_kv_blocks=config.kv_memory // max(1, kv_bytes_per_block(model_config.layers, config.kv_type)))
+                      num_kv_blocks=config.kv_memory // max(1, kv_bytes_per_block(model_config.layers, config.kv_type)), num_state_slots=config.max_num_seqs)
     try: tokenizer, template = tokenizer.result(), ChatTemplate.from_gguf(file, tokenizer.result())
     except ValueError: model.close(); raise
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")
@@ -463,7 +464,8 @@ def _props(self) -> dict:
     "What is in effect, and what was assumed."
     notes = [*getattr(self.model_config, "notes", ()), *map(str, getattr(self.model, "notes", ()))]
     return {"name": self.name, "architecture": self.model_config.arch, "n_vocab": self.model_config.n_vocab, "n_ctx_train": self.model_config.n_ctx,
-            **{f.name: getattr(self.config, f.name) for f in fields(self.config)}, "num_kv_blocks": self.model.pool.num_blocks - 1, "notes": notes}
+            **{f.name: getattr(self.config, f.name) for f in fields(self.config)}, "num_kv_blocks": self.model.pool.num_blocks - 1,
+            "state_bytes_per_seq": states.bytes_per_slot if (states := self.model.pool.states) else 0, "notes": notes}
 
 def _stats(self) -> dict[str, int]:
     "Counters and gauges of this moment."

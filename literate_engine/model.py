@@ -7,7 +7,7 @@ __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'FORMS', 'attention_block', 'g
            'with_state', 'side_by_side', 'norm', 'forward', 'load_weights', 'destination', 'row_orders',
            'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #f5e1a8de
+# %% ../nbs/31_model.ipynb #b3f35443
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from .quants import QuantTensor
 from .ssm import mamba1_block, mamba2_block, to_tiles
 from .cpu_ops import compile_ops
 
-# %% ../nbs/31_model.ipynb #39ce4a61
+# %% ../nbs/31_model.ipynb #0fa4e981
 def attention_block(ops, layer, lw, h, batch, kv, eps):
     "Multi-head attention over the paged cache: [tokens, n_embd] -> [tokens, n_embd]"
     q, k, v = ops.linear(h, lw.attn_q, lw.attn_q_bias), ops.linear(h, lw.attn_k, lw.attn_k_bias), ops.linear(h, lw.attn_v, lw.attn_v_bias)
@@ -98,7 +98,7 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #e90df641
+# %% ../nbs/31_model.ipynb #381afb3b
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias",
             "ssm_norm", "ssm_dt_norm", "ffn_up_shexp_bias", "ffn_down_shexp_bias")
@@ -175,13 +175,13 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #748c0205
+# %% ../nbs/31_model.ipynb #08c05e38
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
-                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, num_checkpoints: int = 0,
-                 progress=None):
+                 num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,
+                 trace: RoutingTrace | None = None, progress=None):
         if activations == "float32" or device == "ref": kv_type = "f32"
         self.device, self.activations, self.kv_type, self.max_model_len = device, activations, kv_type, max_model_len
         self.max_num_out, self.trace = max_num_seqs, trace
@@ -190,7 +190,7 @@ class Model:
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base, yarn_truncate)
         num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
-        self.states = RecurrentState(shapes, max_num_seqs + num_checkpoints) if any(shapes) else None
+        self.states = RecurrentState(shapes, num_state_slots or max_num_seqs) if any(shapes) else None
         self.cache = KVCache(self.config.layers, num_kv_blocks, kv_block_size, kv_type)
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks, self.states.num_slots + 1 if self.states else 0)
         self.layer_caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]

@@ -139,7 +139,7 @@ def rope(tid, n, I, S):
             for i in range(dim, head_dim): y[o0+i] = x[i0+i]
         for i in range(width, ld): y[(t+shift)*ld + i] = np.float32(0.)
 
-# %% ../nbs/15_ops.ipynb #26fd7289
+# %% ../nbs/15_ops.ipynb #a91c9aad
 def gated_ref(act: str,        # "silu" | "gelu" | "relu2" | "sigmoid"
               gate: np.ndarray, up: np.ndarray) -> np.ndarray: # [rows, n_ff] float32 both
     "act(gate) * up"

@@ -237,7 +237,7 @@ def _record_gate_rows(self, x, g):
 
 for f in (_record_route, _record_experts, _record_expert_act, _record_combine_experts, _record_gate_rows): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #8d24d21b
+# %% ../nbs/29_recorder.ipynb #1728374a
 def _record_causal_conv(self, x, first, n_channels, w, bias, state, batch, silu=True):
     if first % 16: x, first = self.take_columns(x, first, n_channels, source=False), 0           # the op reads whole vectors
     operands = [x, w, 0 if bias is None else bias, state, batch.positions, batch.query_start_loc, batch.state_slots, x.width, first, n_channels, len(w), int(silu)]
@@ -247,7 +247,8 @@ def _record_causal_conv(self, x, first, n_channels, w, bias, state, batch, silu=
 def _record_gated_delta(self, qkv, b, a, ssm_a, ssm_dt, state, batch, spec):
     operands = [qkv, b, a, ssm_a, ssm_dt, state, batch.positions, batch.query_start_loc, batch.state_slots, spec.n_head_k, spec.n_head_v,
                 spec.head_dim_k, spec.head_dim_v, int(spec.grouped), "scratch", "scratch_bytes"]
-    return self.emit("gated_delta", Value(spec.n_head_v*spec.head_dim_v, qkv.rows, "items"), operands, [(v, "all", False) for v in (qkv, b, a)] + [(state, "items", True)])
+    access = [(v, "all", False) for v in (qkv, b, a)] + [(state, "items", True)]
+    return self.emit("gated_delta", Value(spec.n_head_v*spec.head_dim_v, qkv.rows, "items"), operands, access)
 
 def _record_mamba2_scan(self, xbc, dt, d, state, batch, spec):
     operands = [xbc, dt, d, state, batch.state_slots, batch.query_start_loc, batch.positions, spec.inner_size, spec.n_head, spec.group_count, spec.state_size]
