@@ -195,19 +195,19 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #fe046f8e
+# %% ../nbs/61_cli.ipynb #78a9fe1b
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter
     from literate_engine.config import ModelConfig
     from literate_engine.gguf import GGUFError
     from literate_engine.kvcache import BLOCK_SIZE, kv_bytes_per_block
-    from literate_engine.linear import ACT_OF
+    from literate_engine.linear import ACT_OF, held_as, held_bits
     try: config = ModelConfig.from_gguf(g)
     except GGUFError as e: return [f"cannot run it: {e}"]
     matrices = Counter()
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
-    held = [f"{name} has no kernel: {n*4/2**20:,.1f} MiB of its values are held as F32" for name, n in matrices.items() if n and name not in ACT_OF]
+    held = [f"{name} has no kernel of its own: held as {held_as(name)}, {n*held_bits(name)/2**23:,.1f} MiB" for name, n in matrices.items() if n and name not in ACT_OF]
     kv = kv_bytes_per_block(config.layers, "f16")/BLOCK_SIZE
     return [*(f"{n} layer{'s' * (n != 1)} of {mixer}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
             "runs on the CPU; kernels for " + ", ".join(name for name, n in matrices.items() if n and name in ACT_OF), *held,

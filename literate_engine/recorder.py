@@ -6,7 +6,7 @@
 __all__ = ['STATE_SHAPES', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction',
            'CpuMatrix', 'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'state_shapes', 'CpuWeights']
 
-# %% ../nbs/29_recorder.ipynb #93661715
+# %% ../nbs/29_recorder.ipynb #0a40ed72
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,8 +17,9 @@ from .attention import attention_ref, attention_scratch_bytes
 from .config import DeltaSpec, SSMSpec
 from .deltanet import RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref
 from .kvcache import KVCache
+from .linear import held_as
 from .linear_cpu import act_bytes, pad16
-from .linear_lowbit import LINEAR_FORMATS
+from .linear_lowbit import LINEAR_FORMATS, held_blocks
 from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
     pack_experts, route_operands, route_ref, route_scratch_bytes)
 from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref
@@ -275,7 +276,7 @@ def _record_ssm_norm_gate(self, y, z, first, w, eps):
 
 for f in (_record_ssm_dt, _record_take_columns, _record_ssm_gate, _record_ssm_norm_gate): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #df6177f7
+# %% ../nbs/29_recorder.ipynb #72774360
 def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple of 64
     "Zeroed memory at a cache line's start"
     a = np.zeros(nbytes + 64, np.uint8)
@@ -314,13 +315,12 @@ class CpuWeights:
     def reserve(self, tensor: QuantTensor):
         "Space for a matrix, or for one of each expert, and a function that packs there (call it from any thread)"
         *n_expert, n, k = tensor.shape
-        name = tensor.type.name
-        if name not in LINEAR_FORMATS: self.notes[name] = f"{name} has no CPU kernel: its matrices are held as F32"
-        f = LINEAR_FORMATS.get(name, LINEAR_FORMATS["F32"])
+        name, f = tensor.type.name, LINEAR_FORMATS[held_as(tensor.type.name)]
+        if f.name != name: self.notes[name] = f"{name} has no kernel of its own: its values are held as {f.name}"
         self.ops.add(f"pack_{f.name}")
         data = self._take(f.packed_bytes(n, k)*math.prod(n_expert))
         def pack():
-            raw = tensor.raw if name in LINEAR_FORMATS else tensor.dequantize()
+            raw = held_blocks(tensor.raw, name)
             if n_expert: pack_experts(raw, f.name, *n_expert, n, k, data)
             else: f.pack(raw, n, k, data)
         return ExpertMatrix(f, data, *n_expert, n, k) if n_expert else CpuMatrix(f, data, n, k), pack
