@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'FORMS', 'attention_block', 'gated_mlp', 'plain_mlp', 'expert_mlp',
-           'with_state', 'norm', 'forward', 'load_weights', 'destination', 'half_layout', 'share_rope_factors',
-           'run_jobs', 'Model', 'prompt_logits']
+           'with_state', 'side_by_side', 'norm', 'forward', 'load_weights', 'destination', 'row_orders',
+           'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #71ca4496
+# %% ../nbs/31_model.ipynb #f5e1a8de
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .gguf import GGUFFile
-from .deltanet import RecurrentState, delta_block
+from .deltanet import FUSED, RecurrentState, delta_block, short_conv_block
 from .kvcache import Batch, CacheHandle, CachePool, KVCache
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
@@ -26,34 +26,38 @@ from .quants import QuantTensor
 from .ssm import mamba1_block, mamba2_block, to_tiles
 from .cpu_ops import compile_ops
 
-# %% ../nbs/31_model.ipynb #23330464
+# %% ../nbs/31_model.ipynb #39ce4a61
 def attention_block(ops, layer, lw, h, batch, kv, eps):
     "Multi-head attention over the paged cache: [tokens, n_embd] -> [tokens, n_embd]"
     q, k, v = ops.linear(h, lw.attn_q, lw.attn_q_bias), ops.linear(h, lw.attn_k, lw.attn_k_bias), ops.linear(h, lw.attn_v, lw.attn_v_bias)
     if layer.qk_norm: q, k = ops.rms_norm(q, lw.attn_q_norm, eps), ops.rms_norm(k, lw.attn_k_norm, eps)
     if layer.rope: q, k = (ops.rope(x, batch.positions, layer.rope, layer.head_dim_k, lw.rope_freqs) for x in (q, k))
     ops.kv_store(kv, k, v, batch)
-    return ops.linear(ops.attention(q, kv, batch, layer, lw.attn_sinks), lw.attn_output, lw.attn_output_bias)
+    out = ops.attention(q, kv, batch, layer, lw.attn_sinks)
+    if layer.gated: out = ops.gated("sigmoid", ops.linear(h, lw.attn_q_gate), out)
+    return ops.linear(out, lw.attn_output, lw.attn_output_bias)
 
 def gated_mlp(ops, layer, lw, h, kind=""):
     "The gated feed-forward: [tokens, n_embd] -> [tokens, n_embd]"
     gate, up, down = (getattr(lw, f"ffn_{name}{kind}") for name in ("gate", "up", "down"))
     return ops.linear(ops.gated(layer.act, ops.linear(h, gate), ops.linear(h, up)), down)
 
-def plain_mlp(ops, layer, lw, h):
+def plain_mlp(ops, layer, lw, h, kind=""):
     "A feed-forward without a gate"
-    return ops.linear(ops.activate(layer.act, ops.linear(h, lw.ffn_up, lw.ffn_up_bias)), lw.ffn_down, lw.ffn_down_bias)
+    up, up_bias, down, down_bias = (getattr(lw, f"ffn_{name}{kind}{end}") for name in ("up", "down") for end in ("", "_bias"))
+    return ops.linear(ops.activate(layer.act, ops.linear(h, up, up_bias)), down, down_bias)
 
 def expert_mlp(ops, layer, lw, h):
     "Each token's few experts, and the shared part that every token visits"
-    router = layer.router
+    router, x = layer.router, ops.linear(h, lw.ffn_latent_down) if layer.n_latent else h          # experts may work in a narrower space
     choices = ops.route(ops.linear(h, lw.ffn_gate_inp, lw.ffn_gate_inp_bias), router, lw.exp_probs_b_bias, lw.routes)
-    gate = ops.experts(h, lw.ffn_gate_exps, choices, router, lw.ffn_gate_exps_bias)
-    up = ops.experts(h, lw.ffn_up_exps, choices, router, lw.ffn_up_exps_bias)
+    gate = ops.experts(x, lw.ffn_gate_exps, choices, router, lw.ffn_gate_exps_bias) if layer.gated_experts else None
+    up = ops.experts(x, lw.ffn_up_exps, choices, router, lw.ffn_up_exps_bias)
     h2 = ops.expert_act(layer.act, gate, up, layer.n_ff, choices, router)
     out = ops.combine_experts(ops.experts(h2, lw.ffn_down_exps, choices, router, lw.ffn_down_exps_bias, per_pair=True), choices, lw.ffn_down_exps.n, router)
+    if layer.n_latent: out = ops.linear(out, lw.ffn_latent_up)
     if not layer.n_ff_shared: return out
-    shared = gated_mlp(ops, layer, lw, h, "_shexp")
+    shared = (gated_mlp if layer.gated_experts else plain_mlp)(ops, layer, lw, h, "_shexp")
     if layer.shared_gate: shared = ops.gate_rows(shared, ops.linear(h, lw.ffn_gate_inp_shexp))
     return ops.add(out, shared)
 
@@ -61,8 +65,13 @@ def with_state(block):
     "A mixer that knows the sizes of its state and nothing else of the layer"
     return lambda ops, layer, lw, h, batch, cache, eps: block(ops, layer.state, lw, h, batch, cache, eps)
 
-MIXERS = {"full_attention": attention_block, "sliding_attention": attention_block,
-          "gated_delta": with_state(delta_block), "mamba1": with_state(mamba1_block), "mamba2": with_state(mamba2_block)}
+def side_by_side(one, other):
+    "Two mixers that read the same norm, and their sum"
+    return lambda ops, *args: ops.add(one(ops, *args), other(ops, *args))
+
+MIXERS = {"full_attention": attention_block, "sliding_attention": attention_block, "gated_delta": with_state(delta_block),
+          "mamba1": with_state(mamba1_block), "mamba2": with_state(mamba2_block), "short_conv": with_state(short_conv_block),
+          "attention_and_mamba2": side_by_side(attention_block, with_state(mamba2_block))}
 FEED_FORWARDS = {"dense": gated_mlp, "plain": plain_mlp, "moe": expert_mlp}
 
 # %% ../nbs/31_model.ipynb #8d3d767d
@@ -89,12 +98,13 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #cfe1a025
+# %% ../nbs/31_model.ipynb #e90df641
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias",
-            "ssm_norm", "ssm_dt_norm")
+            "ssm_norm", "ssm_dt_norm", "ffn_up_shexp_bias", "ffn_down_shexp_bias")
 
 FORMS = {"ssm_conv1d": lambda ops, layer, values: ops.filters(values),
+         "shortconv_conv": lambda ops, layer, values: ops.filters(values),
          "ssm_norm": lambda ops, layer, values: ops.groups(values),
          "ssm_a": lambda ops, layer, values: to_tiles(values) if layer.mixer == "mamba1" else ops.vector(values.ravel()),
          "ssm_d": lambda ops, layer, values: ops.vector(values.ravel())}
@@ -110,14 +120,18 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops):
         tensor = QuantTensor(tensor.raw, tensor.type, needs[name].shape)
         if key in FORMS: setattr(place, key, FORMS[key](ops, layer, tensor.dequantize())); continue
         if len(tensor.shape) == 1 or name.endswith(".bias"): setattr(place, key, ops.vector(tensor.dequantize())); continue
-        if key in ("attn_q", "attn_k") and layer.rope and layer.rope.layout == "adjacent": tensor = half_layout(tensor, key, layer)
-        if hasattr(ops, "reserve"):
-            matrix, pack = ops.reserve(tensor)
-            jobs.append(pack)
-        else: matrix = ops.matrix(tensor)
-        setattr(place, key, matrix)
+        for part_name, rows in row_orders(key, layer).items():
+            part = tensor if rows is None else QuantTensor(tensor.raw[rows], tensor.type, (len(rows), tensor.shape[1]))
+            if hasattr(ops, "reserve"):
+                matrix, pack = ops.reserve(part)
+                jobs.append(pack)
+            else: matrix = ops.matrix(part)
+            setattr(place, part_name, matrix)
     for layer, lw in zip(config.layers, top.layers):
         if layer.qk_norm == "unit": lw.attn_q_norm = lw.attn_k_norm = ops.vector(np.ones(layer.head_dim_k, np.float32))
+        if getattr(layer.state, "dbc_norm", None) == "unit":
+            for key, n in (("dt", layer.state.time_step_rank), ("b", layer.state.state_size), ("c", layer.state.state_size)):
+                setattr(lw, f"ssm_{key}_norm", ops.vector(np.ones(n, np.float32)))
     if "rope_freqs.weight" in file.tensors: share_rope_factors(file, config, top)
     if not hasattr(top, "output"): top.output = top.token_embd
     return top, jobs
@@ -126,12 +140,20 @@ def destination(name: str, top, config: ModelConfig):
     "(namespace, attribute, layer spec) of a tensor; (None, None, None) for what the forward does not use"
     parts = name.removesuffix(".weight").replace(".bias", "_bias").split(".")
     if parts[0] == "blk": return top.layers[int(parts[1])], "_".join(parts[2:]), config.layers[int(parts[1])]
+    if parts[0] == config.output_norm: return top, "output_norm", None
     return (top, parts[0], None) if parts[0] in ("token_embd", "output_norm", "output_norm_bias", "output") else (None, None, None)
 
-def half_layout(tensor: QuantTensor, key: str, layer) -> QuantTensor:
-    "The same matrix with its rows in the order that the half layout of RoPE wants"
-    order = adjacent_to_half(layer.n_head if key == "attn_q" else layer.n_head_kv, layer.head_dim_k, layer.rope.dim)
-    return QuantTensor(tensor.raw[order], tensor.type, tensor.shape)
+def row_orders(key: str, layer) -> dict: # name -> rows of the file's matrix, in the order that the forward wants; None: all, as they are
+    "What a matrix of the file becomes"
+    if layer and key in layer.fused: return FUSED[key](layer.state)
+    orders = {key: None}
+    if key == "attn_q" and layer.gated:
+        heads = np.arange(layer.n_head*(layer.head_dim_k + layer.head_dim_v)).reshape(layer.n_head, -1)
+        orders = {"attn_q": heads[:, :layer.head_dim_k].ravel(), "attn_q_gate": heads[:, layer.head_dim_k:].ravel()}
+    if key in ("attn_q", "attn_k") and layer.rope and layer.rope.layout == "adjacent":
+        halves = adjacent_to_half(layer.n_head if key == "attn_q" else layer.n_head_kv, layer.head_dim_k, layer.rope.dim)
+        orders[key] = halves if orders[key] is None else orders[key][halves]
+    return orders
 
 def share_rope_factors(file, config, top):
     "Llama 3's frequency divisors: one vector for all layers that rotate"
@@ -153,12 +175,13 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #517c18c9
+# %% ../nbs/31_model.ipynb #748c0205
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
-                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, progress=None):
+                 rope_freq_base: float | None = None, yarn_truncate: bool | None = None, trace: RoutingTrace | None = None, num_checkpoints: int = 0,
+                 progress=None):
         if activations == "float32" or device == "ref": kv_type = "f32"
         self.device, self.activations, self.kv_type, self.max_model_len = device, activations, kv_type, max_model_len
         self.max_num_out, self.trace = max_num_seqs, trace
@@ -167,7 +190,7 @@ class Model:
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base, yarn_truncate)
         num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
-        self.states = RecurrentState(shapes, max_num_seqs) if any(shapes) else None
+        self.states = RecurrentState(shapes, max_num_seqs + num_checkpoints) if any(shapes) else None
         self.cache = KVCache(self.config.layers, num_kv_blocks, kv_block_size, kv_type)
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks, self.states.num_slots + 1 if self.states else 0)
         self.layer_caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]

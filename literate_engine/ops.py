@@ -7,12 +7,12 @@ __all__ = ['ACTS', 'padded_rows', 'rms_norm_ref', 'norm_group', 'rms_norm', 'lay
            'rope_table', 'yarn_frequencies', 'rope_ref', 'rope', 'gated_ref', 'act16', 'gated', 'activate_ref',
            'activate', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows']
 
-# %% ../nbs/15_ops.ipynb #3ce6b0b5
+# %% ../nbs/15_ops.ipynb #3b588a3f
 import numpy as np
 
 from .linear_cpu import pad16
 from .cpu_ops import columns, cpu_op, op_rows, own_row
-from .simd import as_f64, f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, store, vdiv, vexp
+from .simd import as_f64, f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, store, vdiv, vexp, vmax
 
 # %% ../nbs/15_ops.ipynb #28264e76
 def padded_rows(x: np.ndarray) -> np.ndarray: # [rows, width] -> [rows, pad16(width)] float32
@@ -139,31 +139,35 @@ def rope(tid, n, I, S):
             for i in range(dim, head_dim): y[o0+i] = x[i0+i]
         for i in range(width, ld): y[(t+shift)*ld + i] = np.float32(0.)
 
-# %% ../nbs/15_ops.ipynb #3aec4924
-def gated_ref(act: str,        # "silu" | "gelu"
+# %% ../nbs/15_ops.ipynb #26fd7289
+def gated_ref(act: str,        # "silu" | "gelu" | "relu2" | "sigmoid"
               gate: np.ndarray, up: np.ndarray) -> np.ndarray: # [rows, n_ff] float32 both
     "act(gate) * up"
+    if act == "sigmoid": return up/(1 + np.exp(-gate))
     if act == "silu": return gate/(1 + np.exp(-gate))*up
+    if act == "relu2": return np.maximum(gate, 0)**2*up
     return np.float32(.5)*gate*(1 + np.tanh(np.float32(0.7978845608)*(gate + np.float32(0.044715)*gate**3)))*up
 
-ACTS = {"silu": 0, "gelu": 1}
+ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "sigmoid": 3}
 
 @jit
-def act16(g, u, gelu):
+def act16(g, u, act):
     "act(g)*u of 16 lanes"
-    z = g
-    if gelu: z = g*fma(g*g, f32v(0.0713548163), f32v(1.5957691216))
-    return vdiv(g, f32v(1.) + vexp(z*f32v(-1.)))*u
+    if act == 2: r = vmax(f32v(0.), g); return r*r*u
+    z, top = g, g
+    if act == 1: z = g*fma(g*g, f32v(0.0713548163), f32v(1.5957691216))
+    if act == 3: top = f32v(1.)
+    return vdiv(top, f32v(1.) + vexp(z*f32v(-1.)))*u
 
 @cpu_op
 def gated(tid, n, I, S):
     "words: y, gate, up, width, act (index in ACTS)"
-    M = S[I[2]]; sg, su = own_row(tid, M, I, 1), own_row(tid, M, I, 2); y, g, u, width, gelu = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), I[7], I[8]
+    M = S[I[2]]; sg, su = own_row(tid, M, I, 1), own_row(tid, M, I, 2); y, g, u, width, act = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), I[7], I[8]
     ld = (width + 15)//16*16; i0, i1 = columns(tid, n, ld)
     for t in range(M):
-        for i in range(i0, i1, 16): store(y, t*ld + i, act16(load_f32x16(g, (t+sg)*ld + i), load_f32x16(u, (t+su)*ld + i), gelu))
+        for i in range(i0, i1, 16): store(y, t*ld + i, act16(load_f32x16(g, (t+sg)*ld + i), load_f32x16(u, (t+su)*ld + i), act))
 
-# %% ../nbs/15_ops.ipynb #694efac7
+# %% ../nbs/15_ops.ipynb #77eabc8f
 def activate_ref(act: str, x: np.ndarray) -> np.ndarray:
     "act(x): the gated form with ones in place of the second projection"
     return gated_ref(act, x, np.float32(1))
@@ -171,10 +175,10 @@ def activate_ref(act: str, x: np.ndarray) -> np.ndarray:
 @cpu_op
 def activate(tid, n, I, S):
     "words: y, x, width, act (index in ACTS)"
-    M = S[I[2]]; sx = own_row(tid, M, I, 1); y, x, gelu = f32_at(I[4]), f32_at(I[5]), I[7]
+    M = S[I[2]]; sx = own_row(tid, M, I, 1); y, x, act = f32_at(I[4]), f32_at(I[5]), I[7]
     ld = (I[6] + 15)//16*16; i0, i1 = columns(tid, n, ld)
     for t in range(M):
-        for i in range(i0, i1, 16): store(y, t*ld + i, act16(load_f32x16(x, (t+sx)*ld + i), f32v(1.), gelu))
+        for i in range(i0, i1, 16): store(y, t*ld + i, act16(load_f32x16(x, (t+sx)*ld + i), f32v(1.), act))
 
 # %% ../nbs/15_ops.ipynb #91931b93
 def softcap_ref(x: np.ndarray, cap: float, scale: float = 1.0) -> np.ndarray:

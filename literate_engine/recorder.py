@@ -6,7 +6,7 @@
 __all__ = ['STATE_SHAPES', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction',
            'CpuMatrix', 'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'state_shapes', 'CpuWeights']
 
-# %% ../nbs/29_recorder.ipynb #0a40ed72
+# %% ../nbs/29_recorder.ipynb #43862f4e
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from .attention import attention_ref, attention_scratch_bytes
-from .config import DeltaSpec, SSMSpec
-from .deltanet import RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref
+from .config import ConvSpec, DeltaSpec, SSMSpec
+from literate_engine.deltanet import (RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref, multiply_ref,
+    short_conv_shapes)
 from .kvcache import KVCache
 from .linear import held_as
 from .linear_cpu import act_bytes, pad16
@@ -26,7 +27,7 @@ from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms
 from .quants import QuantTensor
 from .ssm import (mamba1_scan_ref, mamba2_scan_ref, ssm_dt_ref, ssm_gate_ref, ssm_norm_gate_ref, ssm_shapes, take_columns_ref)
 
-# %% ../nbs/29_recorder.ipynb #fa9ee61f
+# %% ../nbs/29_recorder.ipynb #bcf1d410
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache, and its part of the recurrent states"
@@ -88,7 +89,7 @@ def _experts(self, x, w, choices, router, bias=None, per_pair=False):
     return padded_rows(y.reshape(-1, w.n)).reshape(len(x), -1)
 
 def _expert_act(self, act, gate, up, n_ff, choices, router):
-    if router.scale_input: gate, up = (self.gate_pairs(v, choices, router) for v in (gate, up))
+    if router.scale_input: gate, up = (v if v is None else self.gate_pairs(v, choices, router) for v in (gate, up))
     return expert_act_ref(act, gate, up)
 
 def _combine_experts(self, x, choices, n, router):
@@ -103,7 +104,7 @@ def _gate_rows(self, x, g): return x/(1 + np.exp(-g))
 
 for f in (_route, _experts, _expert_act, _combine_experts, _gate_pairs, _gate_rows): setattr(ReferenceOps, f.__name__[1:], f)
 
-for f in (causal_conv_ref, gated_delta_ref, ssm_dt_ref, mamba1_scan_ref, mamba2_scan_ref, ssm_gate_ref, ssm_norm_gate_ref, take_columns_ref):
+for f in (causal_conv_ref, gated_delta_ref, multiply_ref, ssm_dt_ref, mamba1_scan_ref, mamba2_scan_ref, ssm_gate_ref, ssm_norm_gate_ref, take_columns_ref):
     setattr(ReferenceOps, f.__name__.removesuffix("_ref"), staticmethod(f))
 
 def shared_table(ops, spec, freq_factors):
@@ -207,7 +208,7 @@ def _attention(self, q, kv, batch, layer, sinks=None):
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
-# %% ../nbs/29_recorder.ipynb #08b494b8
+# %% ../nbs/29_recorder.ipynb #d088fd79
 def _record_route(self, logits, router, exp_probs_b=None, routes=None):
     operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, trace=routes)]
     out = Value(choice_width(router.n_expert_used), logits.rows, "rows")
@@ -224,8 +225,8 @@ def _record_experts(self, x, w, choices, router, bias=None, per_pair=False):
     return self.emit(f"experts_{name}", Value(used*pad16(w.n), x.rows, "items"), operands, [(x, "all", False), (choices, "all", False)])
 
 def _record_expert_act(self, act, gate, up, n_ff, choices, router):
-    operands = [gate, up, n_ff, EXPERT_ACTS[act], router.n_expert_used, choices if router.scale_input else 0]
-    access = [(gate, "columns", False), (up, "columns", False)] + [(choices, "all", False)]*router.scale_input
+    operands = [0 if gate is None else gate, up, n_ff, EXPERT_ACTS[act], router.n_expert_used, choices if router.scale_input else 0]
+    access = [(v, "columns", False) for v in (gate, up) if v is not None] + [(choices, "all", False)]*router.scale_input
     return self.emit("expert_act", Value(up.width, up.rows, "columns"), operands, access)
 
 def _record_combine_experts(self, x, choices, n, router):
@@ -237,9 +238,9 @@ def _record_gate_rows(self, x, g):
 
 for f in (_record_route, _record_experts, _record_expert_act, _record_combine_experts, _record_gate_rows): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #c05eea8b
+# %% ../nbs/29_recorder.ipynb #8d24d21b
 def _record_causal_conv(self, x, first, n_channels, w, bias, state, batch, silu=True):
-    assert first % 16 == 0, f"the convolution starts at column {first}: expected a multiple of 16"
+    if first % 16: x, first = self.take_columns(x, first, n_channels, source=False), 0           # the op reads whole vectors
     operands = [x, w, 0 if bias is None else bias, state, batch.positions, batch.query_start_loc, batch.state_slots, x.width, first, n_channels, len(w), int(silu)]
     how = "columns" if (first, n_channels) == (0, x.width) else "all"
     return self.emit("causal_conv", Value(n_channels, x.rows, "columns"), operands, [(x, how, False), (state, "items", True)])
@@ -260,12 +261,17 @@ def _record_mamba1_scan(self, x, dt, b, c, bias, a, d, state, batch, spec):
 
 for f in (_record_causal_conv, _record_gated_delta, _record_mamba2_scan, _record_mamba1_scan): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #a3beed17
+# %% ../nbs/29_recorder.ipynb #9e0f414d
 def _record_ssm_dt(self, x, first, bias, a, n_head):
     return self.emit("ssm_dt", Value(2*pad16(n_head), x.rows, "rows"), [x, x.width, first, bias, a, n_head], [(x, "rows", False)])
 
-def _record_take_columns(self, x, first, width):
-    return self.emit("take_columns", Value(width, x.rows, "rows"), [x, width, x.width, first], [(x, "rows", False)])
+def _record_take_columns(self, x, first, width, source=True):
+    return self.emit("take_columns", Value(width, x.rows, "rows"), [x, width, x.width, first], [(x, "rows", False)], source)
+
+def _record_multiply(self, x, first_x, y, first_y, width):
+    how = lambda v, first: "columns" if (first, width) == (0, v.width) else "all"
+    operands = [x, y, width, x.width, first_x, y.width, first_y]
+    return self.emit("multiply", Value(width, x.rows, "columns"), operands, [(x, how(x, first_x), False), (y, how(y, first_y), False)])
 
 def _record_ssm_gate(self, y, z, first):
     return self.emit("ssm_gate", Value(y.width, y.rows, "columns"), [y, z, y.width, z.width, first], [(y, "columns", False), (z, "all", False)])
@@ -274,9 +280,9 @@ def _record_ssm_norm_gate(self, y, z, first, w, eps):
     operands = [y, z, w, y.width, w.group, z.width, first, float(eps)]
     return self.emit("ssm_norm_gate", Value(y.width, y.rows, "rows"), operands, [(y, "rows", False), (z, "rows", False)])
 
-for f in (_record_ssm_dt, _record_take_columns, _record_ssm_gate, _record_ssm_norm_gate): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
+for f in (_record_ssm_dt, _record_take_columns, _record_multiply, _record_ssm_gate, _record_ssm_norm_gate): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #72774360
+# %% ../nbs/29_recorder.ipynb #ade1bd88
 def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple of 64
     "Zeroed memory at a cache line's start"
     a = np.zeros(nbytes + 64, np.uint8)
@@ -296,7 +302,7 @@ def layer_scratch_bytes(layer, n_embd: int, num_tokens: int) -> int:
     rows = 4*pad16(max(n_embd, layer.n_ff))                                                 # bytes of the widest activations
     return max(need, route_scratch_bytes(r.n_expert), experts_scratch_bytes(num_tokens, r.n_expert, r.n_expert_used, rows))
 
-STATE_SHAPES = {DeltaSpec: delta_shapes, SSMSpec: ssm_shapes}
+STATE_SHAPES = {DeltaSpec: delta_shapes, SSMSpec: ssm_shapes, ConvSpec: short_conv_shapes}
 
 def state_shapes(layer) -> tuple | None: # (shape of a slot's convolution state, of its recurrent state), either may be None
     "What a sequence keeps in a layer's state; None: the layer has none"

@@ -118,7 +118,7 @@ def test_experts(load):
     some = {k: v for k, v in tensors().items() if "blk.1" not in k} | mixture(1)
     assert [s.ffn for s in load(changes=MOE | {"llama.leading_dense_block_count": 1}, tensors_=some).layers] == ["dense", "moe"]
     assert [s.ffn for s in load(changes=MOE | {"llama.interleave_moe_layer_step": 2}, tensors_=some).layers] == ["dense", "moe"]
-    refused(load, "blk.0.ffn_gate_exps.weight is missing", "(4, 16, 32)", changes=MOE)
+    refused(load, "blk.0.ffn_up_exps.weight is missing", "(4, 16, 32)", changes=MOE)
     refused(load, "llama.expert_gating_func is 9", changes=MOE | {"llama.expert_gating_func": 9})
     refused(load, "n_group is 3", changes=MOE | {"llama.expert_group_count": 3})
 

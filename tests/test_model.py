@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
-from literate_engine.gguf import GGUFFile
+from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.kvcache import CacheHandle
 from literate_engine.model import Model, prompt_logits
+from literate_engine.quants import QUANT_TYPES, QuantTensor
+from literate_engine.scheduler import Request, Scheduler
 from literate_engine.tokenizer import Tokenizer
 
 SHARED = fixture("llama.gguf").parent.parent
@@ -20,8 +22,7 @@ FILES = {"gpt_oss_notrunc": "gpt_oss"}
 OPTIONS = {"gpt_oss": dict(yarn_truncate=True), "gpt_oss.MXFP4_MOE": dict(yarn_truncate=True)}      # these logits are with the ramp rounded, as llama.cpp does it
 APART = {"olmoe": 2e-5, "gemma4": 1e-4, "gemma4moe": 1e-4, "gemma4ple": 1e-4}       # implementations part: olmoe's epsilon was 1e-6 in one, 1e-5 in the file; gemma4: float32 rounding
 ATTEMPTS = [dict(device="ref"), dict(activations="float32"), dict(activations="float32", num_threads=2)]
-SOON = {"deepseek_v2", "deepseek_v3", "deepseek_v3_yarn", "gemma4", "gemma4moe", "gemma4ple", "qwen3next", "qwen35", "qwen35moe", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe",
-        "jamba", "falcon_h1", "granitehybrid", "lfm2", "qwen3next.Q4_K_M"}
+SOON = {"deepseek_v2", "deepseek_v3", "deepseek_v3_yarn", "gemma4", "gemma4moe", "gemma4ple", }
 
 def stems(*folders): return sorted({p.name.removesuffix(".npz") for f in folders for p in (SHARED/f).glob("*.npz")} - SOON - {"quant_blocks"})
 FLOAT, QUANT = stems("models", "extra") + list(LOGITS), stems("quant")
@@ -65,7 +66,8 @@ def greedy(model, ids, steps):
 def test_float_fixture(name, options, record):
     want, model, ref = expected(name), load(name, num_kv_blocks=60, **options), options.get("device") == "ref"
     bound, by_position, alone = 3e-4 if "gemma4" in name else 1e-4, [], []
-    equal = (lambda a, b: rel_err(a, b) < 1e-5) if ref else (lambda a, b: (a == b).all())
+    apart = 5e-5 if any(layer.state for layer in model.config.layers) else 1e-5          # NumPy sums in another order for another number of rows; a state carries that on
+    equal = (lambda a, b: rel_err(a, b) < apart) if ref else (lambda a, b: (a == b).all())
     for ids, logits, k in prompts(want):
         got = prompt_logits(model, ids)
         assert rel_err(got, logits) < bound
@@ -152,3 +154,88 @@ def test_int8_quality(name, known, request):
     kl = (np.exp(logits["float32"])*(logits["float32"] - logits["int8"])).sum(-1).mean()
     assert len(ids) == peer["positions"] >= 320
     assert kl < 1.1*peer["models"][known]["peer_mean_kl"], kl
+
+def in_steps(model, handle, ids, cuts, done=0):
+    "Logits of every position of ids, a sequence's tokens from `done` on, computed in steps of the given sizes"
+    out = []
+    for n in cuts:
+        model.batch.fill([(ids[:n], done, handle.block_ids, "all", handle.slot)])
+        out.append(model.forward(model.batch).copy())
+        ids, done = ids[n:], done + n
+    assert not ids
+    return np.concatenate(out)
+
+@pytest.mark.parametrize("options", [dict(device="ref"), dict(activations="float32"), dict(activations="int8", num_threads=2)], ids=["ref", "float32", "int8"])
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35"])
+def test_a_sequence_goes_back(name, options):
+    "Copies of the state, kept and put back, another sequence in a slot that was given up; keys and values stay"
+    ids, model = (expected(name)["p1_ids"].tolist()*3)[:100], load(name, num_kv_blocks=24, num_checkpoints=2, **options)
+    same = (lambda a, b: rel_err(a, b) < 3e-5) if options.get("device") == "ref" else (lambda a, b: (a == b).all())
+    pool, one, two = model.pool, CacheHandle(), CacheHandle()
+    want = prompt_logits(model, ids)
+    assert pool.grow(one, 100)
+    first = in_steps(model, one, ids[:40], [1, 16, 23])
+    assert pool.checkpoint(one, 40) and same(first, want[:40])
+    in_steps(model, one, ids[40:55], [15], 40)
+    assert pool.checkpoint(one, 55)
+    in_steps(model, one, [7]*10, [10], 55)                                # a wrong turn
+    assert pool.rewind(one, 60) == 55 and len(one.block_ids) == 4 and pool.grow(one, 100)
+    assert same(in_steps(model, one, ids[55:], [45], 55), want[55:])
+    assert pool.rewind(one, 54) == 40 and len(one.block_ids) == 3 and pool.grow(one, 100)
+    assert pool.grow(two, 30)
+    in_steps(model, two, [5]*30, [30])                                    # somebody else in between
+    assert same(in_steps(model, one, ids[40:], [7, 1, 52], 40), want[40:])
+    pool.release(two)
+    assert pool.rewind(one, 39) == 0 and pool.grow(one, 100) and same(in_steps(model, one, ids, [100]), want)       # no copy so early: from the start
+    pool.release(one)
+    model.states.check_integrity()
+    assert model.states.num_free == model.states.num_slots and pool.num_free == pool.num_blocks - 1
+    model.close()
+
+def serve(model, prompts, steps, **limits):
+    "Greedy ids of several prompts through the scheduler; how often one was preempted"
+    scheduler = Scheduler(model.pool, max_model_len=160, max_num_rows=model.max_num_out, **limits)
+    requests = [Request(str(i), list(ids)) for i, ids in enumerate(prompts)]
+    for r in requests: scheduler.add(r)
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        model.batch.fill([(r.next_tokens(n), r.num_computed_tokens, r.block_ids, r.rows(n), r.cache.slot) for r, n in step.scheduled])
+        logits = iter(model.forward(model.batch).argmax(-1).tolist())
+        scheduler.update(step, {r.request_id: next(logits) for r, n in step.scheduled if r.rows(n)})
+        scheduler.check_integrity()
+        for r in requests:
+            if r.status == "running" and r.num_tokens - r.num_prompt_tokens == steps: scheduler.finish(r)
+    assert model.pool.num_free == model.pool.num_blocks - 1 and (model.states is None or model.states.num_free == model.states.num_slots)
+    return [r.token_ids[r.num_prompt_tokens:] for r in requests], scheduler.num_preemptions
+
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35moe"])
+def test_many_requests_few_blocks(name):
+    "States are carried from step to step, taken away by a preemption, computed anew, and given back"
+    want = expected(name)
+    prompts = [want[f"p{k}_ids"].tolist() for k in (0, 1, 0)] + [[7*i % 500 for i in range(100)], [3, 1, 4, 1, 5, 9, 2, 6]]
+    for options in (dict(activations="float32"), dict(activations="int8", num_threads=2)):
+        model = load(name, num_kv_blocks=12, **options)
+        alone = [serve(model, [p], 32)[0][0] for p in prompts]
+        together, preempted = serve(model, prompts, 32, max_num_seqs=4, max_num_batched_tokens=29)
+        assert together == alone and preempted > 0
+        if options["activations"] == "float32": assert alone[1] == want["p1_greedy_torch"].tolist()
+        model.close()
+
+def test_the_oldest_files_of_a_hybrid(tmp_path):
+    "q, k, v and z in one matrix, for each key head: rewritten, a file gives the same bits"
+    path, tensors = fixture("qwen3next.gguf"), {}
+    with GGUFFile(path) as file:
+        metadata = {k: v for k, v in file.metadata.items() if not k.endswith("recurrent_layers")}
+        for name, t in file.tensors.items(): tensors[name] = QuantTensor.from_gguf(file, name)
+    for i in range(3):
+        qkv, z = (tensors.pop(f"blk.{i}.attn_{n}.weight").raw for n in ("qkv", "gate"))
+        q, k, v, z = (x.reshape(2, -1, x.shape[1]) for x in (*np.split(qkv, [64, 128]), z))             # two key heads
+        raw = np.concatenate([q, k, v, z], 1).reshape(-1, z.shape[2])
+        tensors[f"blk.{i}.ssm_in.weight"] = QuantTensor(raw, QUANT_TYPES["F16"], (len(raw), 64))
+    write_gguf(tmp_path/"old.gguf", metadata, {n: (np.ascontiguousarray(t.raw).view(np.uint8), t.type.name, t.shape) for n, t in tensors.items()})
+    ids, got = expected("qwen3next")["p1_ids"].tolist(), []
+    for p in (path, tmp_path/"old.gguf"):
+        model = Model(p, activations="float32", max_model_len=64, max_num_seqs=64)
+        got.append(prompt_logits(model, ids))
+        model.close()
+    assert (got[0] == got[1]).all()
