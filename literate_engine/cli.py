@@ -204,12 +204,12 @@ def _engine_notes(g) -> list[str]:
     from literate_engine.config import ModelConfig
     from literate_engine.gguf import GGUFError
     from literate_engine.kvcache import BLOCK_SIZE, kv_bytes_per_block
-    from literate_engine.linear import ACT_OF
+    from literate_engine.linear import ACT_OF, held_as, held_bits
     try: config = ModelConfig.from_gguf(g)
     except GGUFError as e: return [f"cannot run it: {e}"]
     matrices = Counter()
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
-    held = [f"{name} has no kernel: {n*4/2**20:,.1f} MiB of its values are held as F32" for name, n in matrices.items() if n and name not in ACT_OF]
+    held = [f"{name} has no kernel of its own: held as {held_as(name)}, {n*held_bits(name)/2**23:,.1f} MiB" for name, n in matrices.items() if n and name not in ACT_OF]
     kv, state = kv_bytes_per_block(config.layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
     memory = [f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context"]*(kv > 0)
     if state: memory.append(f"recurrent state {state*4/2**20:,.2f} MiB a sequence")

@@ -8,7 +8,7 @@ __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', '
            'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16', 'store_i8', 'put_f16',
            'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin', 'vdiv',
            'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma', 'tile_store',
-           'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'lookup',
+           'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'load_table', 'lookup',
            'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32',
            'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause',
            'barrier']
@@ -357,18 +357,22 @@ def tile_dot_i8(b, dots, weights, p, stride, gap):
         dots = _dot_i8(b, dots, w, [b.bitcast(_bcast(b, _step(b, _step(b, p, gap, g), stride, t), i32x16), u8x64.ll) for t in range(len(dots))])
     return dots
 
-# %% ../nbs/09_simd.ipynb #ef0bdfb4
+# %% ../nbs/09_simd.ipynb #73dad9d5
+def _four_times(b, t): t = _join(b, t, t); return _join(b, t, t)
+@word(u8x64)
+def load_table(b, p):
+    "The 16 bytes from a[i] four times."
+    return _four_times(b, _load(b, p, _vec(I8, 16)))
 @word(u8x64)
 def lookup(b, codes, table):
-    "table[code] for 64 codes below 16; table: a tuple of 16 constants, bytes."
-    table = [b.trunc(e, I8) for e in table]                                # LLVM sees that these are constants, and makes one of their vector
-    if ISA == "generic": level = [_splat(b, e, u8x64.ll) for e in table]
-    else:
+    "table[code] for 64 codes below 16; table: a tuple of 16 constants, bytes, or what `load_table` returned."
+    if isinstance(table, list):                                            # LLVM sees that these are constants, and makes one of their vector
         t = ir.Constant(_vec(I8, 16), ir.Undefined)
-        for i, e in enumerate(table): t = b.insert_element(t, e, I32(i))
-        t = _join(b, t, t)
-        if ISA == "avx512": return _call(b, "llvm.x86.avx512.pshuf.b.512", u8x64.ll, _join(b, t, t), codes)
-        return _halves(b, lambda c: _call(b, "llvm.x86.avx2.pshuf.b", c.type, t, c), codes)
+        for i, e in enumerate(table): t = b.insert_element(t, b.trunc(e, I8), I32(i))
+        table = _four_times(b, t)
+    if ISA == "avx512": return _call(b, "llvm.x86.avx512.pshuf.b.512", u8x64.ll, table, codes)
+    if ISA != "generic": return _halves(b, lambda t, c: _call(b, "llvm.x86.avx2.pshuf.b", c.type, t, c), table, codes)
+    level = [_splat(b, b.extract_element(table, I32(i)), u8x64.ll) for i in range(16)]
     for bit in range(4):
         chosen = b.sub(_all(u8x64.ll, 0), b.and_(b.lshr(codes, _all(u8x64.ll, bit)), _all(u8x64.ll, 1)))        # 0 or -1
         level = [b.xor(x, b.and_(chosen, b.xor(x, y))) for x, y in zip(level[::2], level[1::2])]
