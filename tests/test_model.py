@@ -192,6 +192,33 @@ def test_latent_attention_without_a_compressed_query(tmp_path):
         model.close()
     assert rel_err(logits["float32"], logits["ref"]) < 1e-5 and rel_err(logits["int8"], logits["ref"]) < 5e-2
 
+def tiny_glm4(path):
+    "A random GLM 4 (dense): a gate and an up projection in one tensor, norms around both blocks, biases, half of each head rotated in adjacent pairs"
+    r, n_embd, n_ff, n_layer = np.random.RandomState(5), 64, 96, 3
+    matrix = lambda n, k: (r.standard_normal((n, k))*1.3/k**.5).astype(np.float16)
+    vector = lambda n, mean: (mean + .25*r.standard_normal(n)).astype(np.float32)
+    tensors = {"token_embd.weight": matrix(512, n_embd), "output.weight": matrix(512, n_embd), "output_norm.weight": vector(n_embd, 1)}
+    for i in range(n_layer):
+        for name, n, k in (("attn_q", 64, n_embd), ("attn_k", 32, n_embd), ("attn_v", 32, n_embd), ("attn_output", n_embd, 64), ("ffn_up", 2*n_ff, n_embd), ("ffn_down", n_embd, n_ff)):
+            tensors[f"blk.{i}.{name}.weight"] = matrix(n, k)
+            if name in ("attn_q", "attn_k", "attn_v"): tensors[f"blk.{i}.{name}.bias"] = vector(n, 0)
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"): tensors[f"blk.{i}.{name}.weight"] = vector(n_embd, 1)
+    with GGUFFile(fixture("llama.gguf")) as f: tokenizer = {k: f.metadata[k] for k in f.metadata if k.startswith("tokenizer")}
+    facts = {"block_count": n_layer, "context_length": 512, "embedding_length": n_embd, "feed_forward_length": n_ff, "attention.head_count": 4, "attention.head_count_kv": 2,
+             "rope.dimension_count": 8, "rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": 1e-5}
+    write_gguf(path, {"general.architecture": "glm4", **{f"glm4.{k}": v for k, v in facts.items()}, **tokenizer}, tensors)
+
+def test_glm4(tmp_path):
+    "Against log-probabilities that llama.cpp gave for this very file (there is no fixture of the architecture): float32 weights, float32 cache"
+    tiny_glm4(tmp_path/"glm4.gguf")
+    with np.load(data_dir()/"fixtures/glm4_llamacpp.npz") as z: ids, lengths, want = z["ids"].tolist(), z["lengths"], z["logprobs"]
+    for options in (dict(device="ref"), dict(activations="float32"), dict(activations="float32", num_threads=2)):
+        model = Model(tmp_path/"glm4.gguf", max_model_len=64, max_num_seqs=64, **options)
+        logits = prompt_logits(model, ids)
+        assert np.abs(log_softmax(logits)[lengths - 1] - want).max() < 1e-4
+        if options.get("device") != "ref": assert all((prompt_logits(model, ids, chunk) == logits).all() for chunk in (7, 1))
+        model.close()
+
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("mode", ["ref", "float32", "int8"])
 def test_real_model(name, mode, request):
