@@ -197,7 +197,7 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #2e88bebc
+# %% ../nbs/61_cli.ipynb #05613abd
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter
@@ -210,7 +210,7 @@ def _engine_notes(g) -> list[str]:
     matrices = Counter()
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
     held = [f"{name} has no kernel of its own: held as {held_as(name)}, {n*held_bits(name)/2**23:,.1f} MiB" for name, n in matrices.items() if n and name not in ACT_OF]
-    kv, state = kv_bytes_per_block(config.layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
+    kv, state = kv_bytes_per_block(config.kv_layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
     memory = [f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context"]*(kv > 0)
     if state: memory.append(f"recurrent state {state*4/2**20:,.2f} MiB a sequence")
     return [*(f"{n} layer{'s' * (n != 1)} of {mixer or 'feed-forward alone'}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
