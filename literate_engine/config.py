@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['QKV', 'HYBRID', 'ARCHITECTURES', 'ROUTERS', 'GATING_IDS', 'STATES', 'ModelConfig', 'Facts', 'Architecture',
            'architecture', 'head_dims', 'window_dims', 'check_heads', 'latent_spec', 'attention_scale', 'windows',
-           'rope_base', 'rope_scaling', 'rope_specs', 'router_spec', 'expert_parts', 'vocab_sizes', 'recurrent_layers',
-           'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec', 'read_layers', 'kv_sources', 'fused', 'qk_norm',
+           'kv_sources', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec', 'expert_parts', 'vocab_sizes',
+           'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec', 'read_layers', 'fused', 'qk_norm',
            'norm_epsilon', 'context_length', 'from_metadata', 'inventory', 'check_tensors']
 
 # %% ../nbs/06_config.ipynb #8079623e
@@ -279,6 +279,15 @@ def windows(f: Facts, a: Architecture, n_layer: int) -> tuple[int, ...]:
     every = f.integer("attention.sliding_window_pattern", pattern, low=0)
     return tuple(0 if every and i % every == every - 1 else window for i in range(n_layer))
 
+# %% ../nbs/06_config.ipynb #b7eeabb1
+def kv_sources(f: Facts, kinds: tuple[int, ...]) -> list[int | None]:
+    "LayerSpec.kv_from of each layer: the last few may read what the last layer of their kind before them has stored."
+    first = len(kinds) - f.integer("attention.shared_kv_layers", 0, low=0, high=len(kinds) - 1)
+    last = {bool(w): i for i, w in enumerate(kinds[:first])}
+    if missing := [i for i in range(first, len(kinds)) if bool(kinds[i]) not in last]:
+        raise f.bad("attention.shared_kv_layers", len(kinds) - first, f"fewer, since no layer before {missing[0]} is of its kind")
+    return [None if i < first else last[bool(w)] for i, w in enumerate(kinds)]
+
 # %% ../nbs/06_config.ipynb #0e0e23c9
 def rope_base(f: Facts, a: Architecture, override: float | None) -> float:
     "The base of the unwindowed layers."
@@ -408,7 +417,7 @@ def state_spec(f: Facts, a: Architecture):                 # None: no layer keep
     try: return STATES[a.recurrent](f, a) if a.recurrent else None
     except ValueError as e: raise GGUFError(f"{f.arch}: {e}") from None
 
-# %% ../nbs/06_config.ipynb #94dc992d
+# %% ../nbs/06_config.ipynb #eeb64f5d
 def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: float | None, truncate: bool | None) -> tuple[LayerSpec, ...]:
     "One LayerSpec for each block of the file."
     low = 0 if a.recurrent else 1
@@ -448,14 +457,6 @@ def read_layers(f: Facts, a: Architecture, n_embd: int, n_layer: int, override: 
                                 output_scale=f"blk.{i}.layer_output_scale.weight" in f.shapes,
                                 state=state if a.side_by_side else None, **common | parts[i]))
     return tuple(layers)
-
-def kv_sources(f: Facts, kinds: tuple[int, ...]) -> list[int | None]:
-    "LayerSpec.kv_from of each layer: the last few may read what the last layer of their kind before them has stored."
-    first = len(kinds) - f.integer("attention.shared_kv_layers", 0, low=0, high=len(kinds) - 1)
-    last = {bool(w): i for i, w in enumerate(kinds[:first])}
-    if missing := [i for i in range(first, len(kinds)) if bool(kinds[i]) not in last]:
-        raise f.bad("attention.shared_kv_layers", len(kinds) - first, f"fewer, since no layer before {missing[0]} is of its kind")
-    return [None if i < first else last[bool(w)] for i, w in enumerate(kinds)]
 
 def fused(f: Facts, a: Architecture, i: int) -> tuple[str, ...]:
     "Which of the matrices that may be fused are so in layer i"

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'TOP', 'FORMS', 'attention_block', 'store_kv', 'latent_attention_block',
            'gated_mlp', 'plain_mlp', 'expert_sum', 'expert_mlp', 'dense_and_experts', 'with_state', 'side_by_side',
-           'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'row_orders',
-           'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
+           'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'vectors',
+           'row_orders', 'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
 # %% ../nbs/31_model.ipynb #364d00f1
 import math
@@ -145,7 +145,7 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #8da0cec5
+# %% ../nbs/31_model.ipynb #381afb3b
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias",
             "ssm_norm", "ssm_dt_norm", "ffn_up_shexp_bias", "ffn_down_shexp_bias", "ffn_down_exps_scale")
@@ -170,7 +170,9 @@ def load_weights(file: GGUFFile, config: ModelConfig, ops):
         tensor = QuantTensor.from_gguf(file, name)
         tensor = QuantTensor(tensor.raw, tensor.type, needs[name].shape)
         if key in FORMS: setattr(place, key, FORMS[key](ops, layer, tensor.dequantize())); continue
-        if len(tensor.shape) == 1 or name.endswith(".bias"): setattr(place, key, ops.vector(tensor.dequantize())); continue
+        if len(tensor.shape) == 1 or name.endswith(".bias"):
+            for part_name, values in vectors(tensor.dequantize(), key, layer).items(): setattr(place, part_name, ops.vector(values))
+            continue
         for part_name, part in parts(tensor, key, layer).items():
             if hasattr(ops, "reserve"):
                 matrix, pack = ops.reserve(part)
@@ -198,6 +200,11 @@ def parts(tensor: QuantTensor, key: str, layer) -> dict:
     "The matrices that the forward wants of one of the file's: itself, or some of its rows in some order"
     rows = row_orders(key, layer) if layer else {}
     return {name: TensorRows(tensor, r) for name, r in rows.items()} or {key: tensor}
+
+def vectors(values: np.ndarray, key: str, layer) -> dict[str, np.ndarray]:
+    "The same of a vector: a bias moves as the rows of its matrix do"
+    rows = row_orders(key.removesuffix("_bias"), layer) if layer and key.endswith("_bias") else {}
+    return {f"{name}_bias": values[r] for name, r in rows.items()} or {key: values}
 
 def row_orders(key: str, layer) -> dict[str, np.ndarray]:
     "Name of a matrix -> its rows in the file's tensor `key`; empty where nothing is to be moved"
@@ -250,7 +257,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #36e5bf0b
+# %% ../nbs/31_model.ipynb #08c05e38
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,

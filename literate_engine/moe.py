@@ -11,7 +11,7 @@ __all__ = ['EXPERT_ACTS', 'LIMIT', 'ALPHA', 'READ', 'CHUNK', 'softmax', 'best_fi
            'gate_rows', 'experts_linear', 'moe_cpu', 'every_expert', 'linear_heads_ref', 'RoutingTrace', 'expert_usage',
            'active_experts']
 
-# %% ../nbs/24_moe.ipynb #8e7b9993
+# %% ../nbs/24_moe.ipynb #1683acea
 from dataclasses import dataclass
 import numpy as np
 from .layers import GATINGS, RouterSpec
