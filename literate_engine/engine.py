@@ -84,7 +84,7 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/43_engine.ipynb #87c66e5d
+# %% ../nbs/43_engine.ipynb #82ac5507
 DEFAULT_KV_MEMORY = 2**30
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -99,8 +99,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if blocks_needed(length) > usable or length < 1:
         need = (blocks_needed(max(length, 1)) + 1) * per_block
         raise ValueError(f"kv_memory is {config.kv_memory}: one request of max_model_len = {max(length, 1)} needs {need} bytes")
-    return replace(config, device=device, kv_type=kv_type, kv_type_v=kv_type, num_threads=config.num_threads or num_cores(), max_model_len=length,
-                   kv_memory=(usable + 1) * per_block, rope_freq_base=config.rope_freq_base or None)
+    caching = config.enable_prefix_caching and not any(layer.state for layer in model.layers)     # a recurrent state cannot begin in the middle
+    return replace(config, device=device, enable_prefix_caching=caching, kv_type=kv_type, kv_type_v=kv_type, max_model_len=length,
+                   num_threads=config.num_threads or num_cores(), kv_memory=(usable + 1) * per_block, rope_freq_base=config.rope_freq_base or None)
 
 # %% ../nbs/43_engine.ipynb #bc597ee7
 @dataclass(slots=True)
@@ -439,7 +440,7 @@ def _abort(self, request_id: str) -> None:
 
 Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
 
-# %% ../nbs/43_engine.ipynb #319a4f87
+# %% ../nbs/43_engine.ipynb #00b0080e
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -463,6 +464,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
 def _props(self) -> dict:
     "What is in effect, and what was assumed."
     notes = [*getattr(self.model_config, "notes", ()), *map(str, getattr(self.model, "notes", ()))]
+    if self.model.pool.states: notes.append("enable_prefix_caching is False: the model has recurrent layers, whose state cannot begin in the middle of a text")
     return {"name": self.name, "architecture": self.model_config.arch, "n_vocab": self.model_config.n_vocab, "n_ctx_train": self.model_config.n_ctx,
             **{f.name: getattr(self.config, f.name) for f in fields(self.config)}, "num_kv_blocks": self.model.pool.num_blocks - 1,
             "state_bytes_per_seq": states.bytes_per_slot if (states := self.model.pool.states) else 0, "notes": notes}

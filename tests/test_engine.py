@@ -350,7 +350,9 @@ def test_a_preempted_state_is_computed_again(name):
         assert llm.engine.stats()["num_preemptions"] > 0
         pool.free(taken)
         assert [(o.token_ids, o.logprobs) for o in together] == [(o.token_ids, o.logprobs) for o in alone] and idle(llm.engine)
-        assert llm.engine.props()["state_bytes_per_seq"] == llm.engine.model.states.bytes_per_slot > 0
+        props = llm.engine.props()
+        assert props["state_bytes_per_seq"] == llm.engine.model.states.bytes_per_slot > 0
+        assert not props["enable_prefix_caching"] and any("enable_prefix_caching is False" in n for n in props["notes"])
 
 
 def test_an_aborted_request_gives_its_slot_back():
