@@ -18,8 +18,9 @@ from .layers import ConvSpec, DeltaSpec, RouterSpec, SSMSpec
 from literate_engine.deltanet import (RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref, multiply_ref,
     short_conv_shapes)
 from .kvcache import KVCache
+from .linear import held_as
 from .linear_cpu import act_bytes, pad16
-from .linear_lowbit import LINEAR_FORMATS
+from .linear_lowbit import LINEAR_FORMATS, held_blocks
 from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
     linear_heads_ref, pack_experts, route_operands, route_ref, route_scratch_bytes)
 from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref
@@ -336,13 +337,12 @@ class CpuWeights:
     def reserve(self, tensor: QuantTensor):
         "Space for a matrix, or for one of each expert, and a function that packs there (call it from any thread)"
         *n_expert, n, k = tensor.shape
-        name = tensor.type.name
-        if name not in LINEAR_FORMATS: self.notes[name] = f"{name} has no CPU kernel: its matrices are held as F32"
-        f = LINEAR_FORMATS.get(name, LINEAR_FORMATS["F32"])
+        name, f = tensor.type.name, LINEAR_FORMATS[held_as(tensor.type.name)]
+        if f.name != name: self.notes[name] = f"{name} has no kernel of its own: its values are held as {f.name}"
         self.ops.add(f"pack_{f.name}")
         data = self._take(f.packed_bytes(n, k)*math.prod(n_expert))
         def pack():
-            raw = tensor.raw if name in LINEAR_FORMATS else tensor.dequantize()
+            raw = held_blocks(tensor.raw, name)
             if n_expert: pack_experts(raw, f.name, *n_expert, n, k, data)
             else: f.pack(raw, n, k, data)
         return ExpertMatrix(f, data, *n_expert, n, k) if n_expert else CpuMatrix(f, data, n, k), pack

@@ -1,7 +1,7 @@
 """Tiny models with logits from independent implementations: every architecture, every position of every prompt, on every device, however the tokens are cut.
 
 The repository holds a selection (tools/fixtures.py). With LITERATE_FIXTURES=DIR, a folder with the whole set unpacked (models/, extra/, quant/), all of it runs.
-With LITERATE_RECORD=1 the errors are written to data/bench/architectures.json, which the chapter on architectures shows."""
+With LITERATE_RECORD=1 the errors are written to data/bench/architectures.json."""
 import json
 import os
 
@@ -11,7 +11,6 @@ import pytest
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.kvcache import CacheHandle
-from literate_engine.linear_lowbit import LINEAR_FORMATS
 from literate_engine.model import Model, prompt_logits
 from literate_engine.quants import QUANT_TYPES, QuantTensor, quantize
 from literate_engine.scheduler import Request, Scheduler
@@ -66,7 +65,7 @@ def greedy(model, ids, steps):
 def test_float_fixture(name, options, record):
     want, model, ref = expected(name), load(name, num_kv_blocks=60, **options), options.get("device") == "ref"
     bound, by_position, alone = 3e-4 if "gemma4" in name else 1e-4, [], []
-    apart = max(APART.get(name, 1e-5), 1e-5 if model.states is None else 5e-5)          # NumPy sums in another order for another number of rows; a state carries that on
+    apart = max(APART.get(name, 1e-5), 1e-5 if model.states is None else 1e-4)          # NumPy sums in another order for another number of rows; a state carries that on
     equal = (lambda a, b: rel_err(a, b) < apart) if ref else (lambda a, b: (a == b).all())
     for ids, logits, k in prompts(want):
         got = prompt_logits(model, ids)
@@ -171,9 +170,10 @@ def test_quantised_fixture(name):
         model.close()
 
 def test_types_without_a_kernel_are_reported():
-    model = load("gpt_oss.MXFP4_MOE")
-    assert model.notes == ([] if "MXFP4" in LINEAR_FORMATS else ["MXFP4 has no CPU kernel: its matrices are held as F32"])
-    model.close()
+    for name, notes in (("gpt_oss.MXFP4_MOE", []), ("llama.IQ3_S", ["IQ3_S has no kernel of its own: its values are held as CODED"])):
+        model = load(name)
+        assert model.notes == notes
+        model.close()
 
 def test_latent_attention_without_a_compressed_query(tmp_path):
     "DeepSeek's smallest models make queries in one step; the tensors tell, not the number of layers. Quantised matrices for each head."
@@ -269,7 +269,7 @@ def in_steps(model, handle, ids, cuts, done=0):
 def test_a_sequence_goes_back(name, options):
     "Copies of the state, kept and put back, another sequence in a slot that was given up; keys and values stay"
     ids, model = (expected(name)["p1_ids"].tolist()*3)[:100], load(name, num_kv_blocks=24, num_state_slots=4, **options)
-    same = (lambda a, b: rel_err(a, b) < 3e-5) if options.get("device") == "ref" else (lambda a, b: (a == b).all())
+    same = (lambda a, b: rel_err(a, b) < 5e-5) if options.get("device") == "ref" else (lambda a, b: (a == b).all())
     pool, one, two = model.pool, CacheHandle(), CacheHandle()
     want = prompt_logits(model, ids)
     assert pool.grow(one, 100)
