@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .config import ConvSpec, DeltaSpec
+from .layers import ConvSpec, DeltaSpec
 from .kvcache import BlockPool
 from .linear_cpu import pad16
 from .cpu_ops import WORDS, call_share, columns, cpu_op, op_address, operand_word, own_row

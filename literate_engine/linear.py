@@ -6,8 +6,7 @@
 __all__ = ['ACTS', 'ACT_OF', 'HELD_AS', 'matrix_bytes', 'roofline', 'linear_ref', 'held_as', 'held_bits', 'quantize_act_ref',
            'linear_int8_ref']
 
-# %% ../nbs/12_linear.ipynb #555203db
-from dataclasses import dataclass
+# %% ../nbs/12_linear.ipynb #db730355
 import numpy as np
 from .quants import QUANT_TYPES, dequantize
 

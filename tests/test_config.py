@@ -2,9 +2,10 @@
 import numpy as np
 import pytest
 
-from literate_engine.config import ModelConfig
+from literate_engine.config import ModelConfig, from_metadata
 from literate_engine.core import fixture
 from literate_engine.gguf import GGUFError, GGUFFile, write_gguf
+from literate_engine.kvcache import kv_bytes_per_block
 
 BASE = {"general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 128, "llama.embedding_length": 32,
         "llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.rope.freq_base": 1e6,
@@ -70,7 +71,7 @@ def test_rope_base_of_the_file_wins_over_defaults(load):                        
     ({"llama.context_length": -1}, ["llama.context_length is -1"]),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ["llama.attention.layer_norm_rms_epsilon is nan"]),
     ({"llama.rope.scaling.type": "su"}, ["llama.rope.scaling.type is 'su'"]),
-    ({"general.architecture": "gemma4"}, ["'gemma4'", "near names: gemma3", "supported: cohere2, ernie4_5"]),
+    ({"general.architecture": "gemma5"}, ["'gemma5'", "near names: gemma", "supported: cohere2, deepseek2"]),
     ({"general.architecture": 7}, ["general.architecture is 7"]),
 ])
 def test_numbers_that_cannot_be(load, changes, words): refused(load, *words, changes=changes)
@@ -118,7 +119,7 @@ def test_experts(load):
     some = {k: v for k, v in tensors().items() if "blk.1" not in k} | mixture(1)
     assert [s.ffn for s in load(changes=MOE | {"llama.leading_dense_block_count": 1}, tensors_=some).layers] == ["dense", "moe"]
     assert [s.ffn for s in load(changes=MOE | {"llama.interleave_moe_layer_step": 2}, tensors_=some).layers] == ["dense", "moe"]
-    refused(load, "blk.0.ffn_up_exps.weight is missing", "(4, 16, 32)", changes=MOE)
+    refused(load, "blk.0.ffn_gate_exps.weight is missing", "(4, 16, 32)", changes=MOE)
     refused(load, "llama.expert_gating_func is 9", changes=MOE | {"llama.expert_gating_func": 9})
     refused(load, "n_group is 3", changes=MOE | {"llama.expert_group_count": 3})
 
@@ -152,3 +153,40 @@ def test_fixtures_of_other_engines():
         if name == "gemma3":
             assert [s.window for s in c.layers] == [16] * 5 + [0, 16]
             assert [s.rope.base for s in c.layers] == [1e4] * 5 + [1e6, 1e4] and c.embed_scale == 8.0
+
+
+def edited(name, changes=(), drop=()):
+    "The config of a tiny model whose metadata was changed"
+    with GGUFFile(fixture(f"{name}.gguf")) as f:
+        metadata = {k: v for k, v in f.metadata.items() if k not in drop and not k.startswith("general.") or k == "general.architecture"} | dict(changes)
+        return from_metadata(metadata, {k: tuple(t.shape) for k, t in f.tensors.items()})
+
+
+@pytest.mark.parametrize("name, changes, drop, words", [
+    ("mamba2", {"mamba2.ssm.time_step_rank": 3}, (), ["ssm.inner_size is 128", "ssm.time_step_rank (heads), which is 3"]),
+    ("mamba2", {"mamba2.ssm.group_count": 3}, (), ["ssm.time_step_rank (heads) is 4", "ssm.group_count, which is 3"]),
+    ("mamba2", {"mamba2.ssm.state_size": 0}, (), ["mamba2.ssm.state_size is 0"]),
+    ("mamba", (), ["mamba.ssm.inner_size"], ["mamba.ssm.inner_size is missing"]),
+    ("nemotron_h", {"nemotron_h.attention.head_count_kv": [0, 0]}, (), ["nemotron_h.attention.head_count_kv", "6 values", "got 2"]),
+    ("nemotron_h", {"nemotron_h.attention.head_count": 5, "nemotron_h.attention.key_length": 32}, (), ["head_count is 5", "head_count_kv is 2"]),
+    ("nemotron_h", (), ["nemotron_h.attention.layer_norm_epsilon"], ["nemotron_h.attention.layer_norm_rms_epsilon is missing"]),
+    ("lfm2", {"lfm2.shortconv.l_cache": 1}, (), ["lfm2.shortconv.l_cache is 1"]),
+    ("jamba", {"jamba.ssm.conv_kernel": -4}, (), ["jamba.ssm.conv_kernel is -4"]),
+])
+def test_states_that_cannot_be(name, changes, drop, words):
+    with pytest.raises(GGUFError) as e: edited(name, changes, drop)
+    for w in words: assert w in str(e.value), (w, str(e.value))
+
+
+def test_kinds_of_layers():
+    kinds = lambda c: [(s.mixer, s.ffn) for s in c.layers]
+    c = edited("nemotron_h_moe")
+    assert kinds(c)[:4] == [("mamba2", None), (None, "moe"), ("mamba2", None), ("full_attention", None)] and not c.layers[1].gated_experts
+    assert c.layers[0].n_head_kv == 0 and kv_bytes_per_block(c.layers, "f16") == 2*(32 + 32)*16*2       # one layer of six attends
+    latent = edited("nemotron_h_moe", {"nemotron_h_moe.moe_latent_size": 16})
+    needs = latent.tensors()
+    assert needs["blk.1.ffn_up_exps.weight"].shape == (12, 48, 16) and needs["blk.1.ffn_latent_down.weight"].shape == (16, 64)
+    assert kinds(edited("jamba")) == [("mamba1", "dense"), ("mamba1", "moe"), ("full_attention", "dense"), ("mamba1", "moe")]
+    assert {s.mixer for s in edited("falcon_h1").layers} == {"attention_and_mamba2"}
+    turned = edited("granitehybrid", {"granitehybrid.rope.scaling.finetuned": True}).layers[2].rope
+    assert edited("granitehybrid").layers[2].rope is None and turned.base == 10000

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir, fixture
+from literate_engine.deltanet import RecurrentState
 from literate_engine.engine import EngineConfig, EngineFull, byte_tokenizer, scripted_engine
 from literate_engine.kvcache import BLOCK_SIZE, CachePool, block_keys, blocks_needed
 from literate_engine.llm import LLM, choices
@@ -42,7 +43,7 @@ def free(engine):
 def random_schedule(seed):
     rng = random.Random(seed)
     max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
-    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4))
+    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4), RecurrentState([(None, (1,))], max_num_seqs) if seed % 4 > 1 else None)
     s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]), seed % 2 == 1)
     common = [rng.randrange(250) for _ in range(max_len)]
     slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}
@@ -61,7 +62,7 @@ def random_schedule(seed):
             r, _ = live.pop(rng.choice(list(live)))
             s.finish(r)
             aborted += 1
-            assert r.status == "finished" and not r.block_ids
+            assert r.status == "finished" and not r.block_ids and not r.cache.slot
         step = s.schedule()
         assert step.num_tokens <= s.max_num_batched_tokens and len(step.scheduled) <= max_num_seqs
         assert sum(n if r.all_rows else r.rows(n) is not None for r, n in step.scheduled) <= s.max_num_rows
@@ -77,6 +78,7 @@ def random_schedule(seed):
                 del live[r.request_id]
                 finished += 1
         s.check_integrity()
+    assert pool.states is None or pool.states.num_free == max_num_seqs
     assert not live and pool.num_free == pool.num_blocks - 1 and finished + aborted == len(wanted)
     return s.num_preemptions
 
@@ -326,6 +328,40 @@ def test_an_idle_engine_sleeps():
     time.sleep(0.2)
     assert time.process_time() - used < 0.1 and engine.core.num_steps == 0
     engine.stop()
+
+
+# ---- models with recurrent layers ----
+
+def idle(engine):
+    engine.core.scheduler.check_integrity()
+    engine.model.states.check_integrity()
+    return free(engine) and engine.model.states.num_free == engine.model.states.num_slots
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "jamba", "lfm2", "mamba2"])
+def test_a_preempted_state_is_computed_again(name):
+    "Too few blocks for four requests: the youngest lose blocks and state, come back, and write what they write alone"
+    params, prompts = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True, logprobs=1), [[7*i + j for j in range(12)] for i in range(1, 5)]
+    with LLM(fixture(f"{name}.gguf"), max_model_len=48, max_num_seqs=4, max_num_batched_tokens=20, activations="float32", num_threads=2) as llm:
+        alone = [llm.generate(p, params)[0] for p in prompts]
+        pool, spare = llm.engine.model.pool, llm.engine.model.pool.num_free - 7
+        taken = pool.allocate(spare)                                                # as if the cache were this small
+        together = llm.generate(prompts, params)
+        assert llm.engine.stats()["num_preemptions"] > 0
+        pool.free(taken)
+        assert [(o.token_ids, o.logprobs) for o in together] == [(o.token_ids, o.logprobs) for o in alone] and idle(llm.engine)
+        assert llm.engine.props()["state_bytes_per_seq"] == llm.engine.model.states.bytes_per_slot > 0
+
+
+def test_an_aborted_request_gives_its_slot_back():
+    with LLM(fixture("nemotron_h.gguf"), max_model_len=512, max_num_seqs=2, activations="float32") as llm:
+        outs = queue.SimpleQueue()
+        ids = [llm.engine.submit([i, 1], SamplingParams(max_tokens=None, ignore_eos=True), outs.put) for i in range(3)]       # two places, so one waits
+        outs.get()
+        for i in ids: llm.engine.abort(i)
+        ends = 0
+        while ends < 3: ends += outs.get().finish_reason is not None
+        assert idle(llm.engine)
 
 
 # ---- the real model ----
