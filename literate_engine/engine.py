@@ -38,7 +38,7 @@ def byte_tokenizer(end: int = 256) -> Tokenizer:
     return Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
                       "tokenizer.ggml.token_type": np.array([1]*256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": end})
 
-# %% ../nbs/43_engine.ipynb #373ee043
+# %% ../nbs/43_engine.ipynb #ec12294c
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
@@ -53,7 +53,7 @@ class EngineConfig:
     max_num_waiting: int = 256            # requests in the queue; past it, submit raises EngineFull
     kv_block_size: int = 16               # positions of a KV block
     kv_memory: int | None = None          # bytes for the cache
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True    # begin a request with the blocks that earlier ones computed for the same beginning
     rope_freq_base: float | None = None   # overrides the file's; None or 0 = the file's
     yarn_truncate: bool | None = None     # round the ends of YaRN's ramp; None = what the architecture's table says
     seed: int | None = None               # makes requests without a seed of their own repeatable
@@ -67,9 +67,9 @@ class EngineConfig:
             raise ValueError(f"kv_type_v is {self.kv_type_v!r} and kv_type {self.kv_type!r}: different types are not supported yet")
         if self.activations == "float32" and self.kv_type == "f16": raise ValueError("kv_type is 'f16': activations 'float32', the exact mode, needs 'f32'")
 
-# %% ../nbs/43_engine.ipynb #4254a916
+# %% ../nbs/43_engine.ipynb #b7ae6f16
 _CHOICES = {"device": (("auto", "cpu", "ref"), ("cuda",)), "activations": (("int8", "float32"), ()), "kv_type": ((None, "f16", "f32"), ("q8_0", "q4_0")),
-            "kv_type_v": ((None, "f16", "f32"), ("q8_0", "q4_0")), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((False,), (True,)),
+            "kv_type_v": ((None, "f16", "f32"), ("q8_0", "q4_0")), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((True, False), ()),
             "yarn_truncate": ((None, True, False), ())}
 _RANGES = {"num_threads": (1, max(8, os.cpu_count() or 1)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
            "max_num_waiting": (0, 10**6), "kv_memory": (1, 2**50), "seed": (0, 2**63 - 1)}
@@ -132,14 +132,14 @@ class Clock:
         started, first, last = self.started or now, self.first or now, self.last or now
         return {"queue": started - self.arrived, "prefill": first - started, "decode": last - first}
 
-# %% ../nbs/43_engine.ipynb #d21c4681
+# %% ../nbs/43_engine.ipynb #8c269d5f
 class Generation:
     "A request that writes text: its sampler, its decoder, its stop rules."
     def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, tokenizer, n_token: int, max_model_len: int,
-                 on_output: Callable[[StepOutput], None]):
+                 on_output: Callable[[StepOutput], None], cache_salt: str = ""):
         n, room = len(prompt_ids), max_model_len - len(prompt_ids)
         if room < 1: raise ValueError(f"the prompt has {n} tokens, but max_model_len is {n + room}: expected at most {n + room - 1}, so that one can follow")
-        self.request = Request(request_id, list(prompt_ids), all_rows=params.prompt_logprobs is not None)
+        self.request = Request(request_id, list(prompt_ids), all_rows=params.prompt_logprobs is not None, salt=cache_salt)
         self.params, self.n_token, self.on_output, self.clock = params, n_token, on_output, Clock()
         self.sampler = Sampler(params, n_token, prompt_ids)
         self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1])
@@ -171,7 +171,7 @@ class Generation:
         "The last output of a request that was aborted or has failed."
         return self._report("", [], None, reason, None, error)
 
-# %% ../nbs/43_engine.ipynb #b2da2ec7
+# %% ../nbs/43_engine.ipynb #a3262e01
 def _text(self, token: int) -> tuple[str, str | None, str | int | None]:
     "(new visible text, finish_reason, stop_reason) after a token."
     if token in self.params.stop_token_ids: return self._rest(), "stop", token
@@ -187,8 +187,9 @@ def _rest(self) -> str:
     return self.stops.add(self.decoder.flush()) + self.stops.flush()
 
 def _report(self, text, ids, logprobs, reason, stop_reason, error=None) -> StepOutput:
-    return StepOutput(self.request.request_id, text, ids, logprobs, reason, stop_reason, self.request.num_prompt_tokens, self.num_output_tokens, 0,
-                      self.clock.timing(), error, self.prompt_logprobs if self.request.all_rows and self.num_output_tokens == 1 else None)
+    return StepOutput(self.request.request_id, text, ids, logprobs, reason, stop_reason, self.request.num_prompt_tokens, self.num_output_tokens,
+                      self.request.num_cached_tokens, self.clock.timing(), error,
+                      self.prompt_logprobs if self.request.all_rows and self.num_output_tokens == 1 else None)
 
 Generation._text, Generation._rest, Generation._report = _text, _rest, _report
 
@@ -208,12 +209,13 @@ class Scoring:
     def ended(self, reason, error=None):
         return StepOutput(self.request.request_id, "", [], None, reason, None, self.request.num_prompt_tokens, 0, 0, self.clock.timing(), error)
 
-# %% ../nbs/43_engine.ipynb #8dd2a0bd
+# %% ../nbs/43_engine.ipynb #512cd9ee
 class EngineCore:
     "Model, scheduler and the live requests: one thread, no locks."
     def __init__(self, model, config: EngineConfig):
         self.model, self.live, self.num_steps, self.num_tokens = model, {}, 0, 0
-        self.scheduler = Scheduler(model.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, model.max_num_out)
+        self.scheduler = Scheduler(model.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, model.max_num_out,
+                                   config.enable_prefix_caching)
 
     def step(self) -> None:
         "Schedule, forward, sample, update; then everyone hears about it."
@@ -382,19 +384,20 @@ class Engine:
 
     close = stop
 
-# %% ../nbs/43_engine.ipynb #33687363
+# %% ../nbs/43_engine.ipynb #c297f339
 def _submit(self,
     prompt_ids: list[int],
     params: SamplingParams | None,
     on_output: Callable[[StepOutput], None],  # called on the engine's thread for each step that gave a token; must not block
     request_id: str | None = None,
+    cache_salt: str = "",                 # requests with different salts share no cached blocks
 ) -> str:                                 # the request id; ValueError if the request is wrong, EngineFull if the queue is full
     "Queue a prompt, from any thread."
     params = params or SamplingParams()
     if params.n != 1: raise ValueError(f"n is {params.n}: submit one request for each choice (see `choices`)")
     if params.seed is None and self.config.seed is not None: params = replace(params, seed=self.config.seed + self.num_submitted)
     prompt_ids = self.check_ids(prompt_ids)
-    return self._enter(Generation(request_id or uuid.uuid4().hex, prompt_ids, params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output))
+    return self._enter(Generation(request_id or uuid.uuid4().hex, prompt_ids, params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt))
 
 def _score(self,
     token_ids: list[int],

@@ -5,21 +5,24 @@
 # %% auto #0
 __all__ = ['Request', 'SchedulerOutput', 'Queues', 'Scheduler']
 
-# %% ../nbs/41_scheduler.ipynb #73ffbdb5
-from collections import deque
+# %% ../nbs/41_scheduler.ipynb #0aaf1d66
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from .kvcache import CacheHandle, blocks_needed
+from .kvcache import BLOCK_SIZE, CacheHandle, block_keys, blocks_needed
 
-# %% ../nbs/41_scheduler.ipynb #8db027ab
+# %% ../nbs/41_scheduler.ipynb #bd9e7f38
 @dataclass(eq=False, slots=True)
 class Request:
     "The scheduler's view of one request."
     request_id: str
     token_ids: list[int]              # the prompt's, then what was generated
     all_rows: bool = False            # logits wanted for every token; False: only for the last
+    salt: str = ""                    # requests with different salts share no blocks
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0      # tokens that the caches have seen
+    num_cached_tokens: int = 0        # of the prompt, found in the cache when it was first admitted
+    keys: list[bytes] = field(default_factory=list)              # of its full blocks, as far as they were needed
     cache: CacheHandle = field(default_factory=CacheHandle)      # its blocks, and its slot in a model with recurrent layers
     status: str = "waiting"           # "waiting" | "running" | "finished"
     num_preemptions: int = 0
@@ -36,6 +39,12 @@ class Request:
         "The next n tokens to compute."
         return self.token_ids[self.num_computed_tokens:self.num_computed_tokens + n]
 
+    def keys_of(self, num_tokens: int) -> list[bytes]:
+        "Keys of the full blocks of its first tokens."
+        n = num_tokens // BLOCK_SIZE
+        if n > len(self.keys): self.keys = block_keys(self.token_ids[:n*BLOCK_SIZE], self.keys, self.salt)
+        return self.keys[:n]
+
     def rows(self, n: int) -> str | None:
         "Whose logits a step over the next n tokens must return: of all of them, of the last, of none."
         return "all" if self.all_rows else "last" if n == self.num_new_tokens else None
@@ -50,16 +59,17 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int: return sum(n for _, n in self.scheduled)
 
-# %% ../nbs/41_scheduler.ipynb #d7ffc30b
+# %% ../nbs/41_scheduler.ipynb #de64770c
 class Queues:
     "Owner of the two queues and of what every running request holds of the caches."
     def __init__(self,
         pool,                             # CachePool: grow(handle, num_tokens) -> bool, release(handle)
         max_model_len: int,               # longest prompt + output of one request
+        prefix_caching: bool = False,     # begin a request with the blocks that others have computed for the same beginning
     ):
         if pool.num_blocks - 1 < blocks_needed(max_model_len):
             raise ValueError(f"{pool.num_blocks - 1} KV blocks, but max_model_len {max_model_len} needs {blocks_needed(max_model_len)}")
-        self.pool, self.max_model_len, self.num_preemptions = pool, max_model_len, 0
+        self.pool, self.max_model_len, self.prefix_caching, self.num_preemptions = pool, max_model_len, prefix_caching, 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -82,6 +92,23 @@ class Queues:
             victims.append(youngest)
         return victims
 
+    def find(self, request: Request) -> list[int]:
+        "Blocks that hold the beginning of a waiting request. Its last token is always computed: somebody has to predict the next."
+        if not self.prefix_caching or request.all_rows or self.pool.states is not None: return []      # a recurrent state cannot begin in the middle
+        return self.pool.find(request.keys_of(request.num_tokens - 1))
+
+    def admit(self, request: Request, found: list[int]) -> None:
+        "A waiting request runs from now on, beginning after the blocks that were found."
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.pool.share(found)
+        request.status, request.cache.block_ids, request.num_computed_tokens = "running", list(found), len(found)*BLOCK_SIZE
+        if not request.num_preemptions: request.num_cached_tokens = request.num_computed_tokens
+
+    def publish(self, request: Request, before: int) -> None:
+        "Blocks that have become full since `before` tokens were computed can be found by others."
+        for i, key in list(enumerate(request.keys_of(request.num_computed_tokens)))[before // BLOCK_SIZE:]: self.pool.publish(request.block_ids[i], key)
+
     def preempt(self, request: Request) -> None:
         "Take a running request's blocks; it will compute its tokens again."
         self._leave(request)
@@ -99,7 +126,7 @@ class Queues:
         self.running.remove(request)
         self.pool.release(request.cache)
 
-# %% ../nbs/41_scheduler.ipynb #b7343e8e
+# %% ../nbs/41_scheduler.ipynb #d3a9abd6
 class Scheduler(Queues):
     "Chooses the tokens of each step."
     def __init__(self, pool,
@@ -107,8 +134,9 @@ class Scheduler(Queues):
         max_num_batched_tokens: int = 512,
         max_model_len: int = 2048,
         max_num_rows: int | None = None,  # at least max_num_seqs; None = as many as tokens
+        prefix_caching: bool = False,
     ):
-        super().__init__(pool, max_model_len)
+        super().__init__(pool, max_model_len, prefix_caching)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_num_rows = max(max_num_batched_tokens, max_num_seqs) if max_num_rows is None else max_num_rows
         assert self.max_num_rows >= max_num_seqs, "every running request may need a row"
@@ -127,10 +155,10 @@ class Scheduler(Queues):
             budget, spare = budget - n, spare - (n - 1 if request.all_rows else 0)
         while self.waiting and not step.preempted and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            n = min(request.num_new_tokens, budget, spare if request.all_rows else budget)
-            if n == 0 or spare == 0 or not self.pool.has_room(blocks_needed(request.num_tokens) + len(self.running)): break
-            self.running.append(self.waiting.popleft())
-            request.status = "running"
+            found = self.find(request)
+            n = min(request.num_tokens - len(found)*BLOCK_SIZE, budget, spare if request.all_rows else budget)
+            if n == 0 or spare == 0 or not self.pool.has_room(blocks_needed(request.num_tokens) + len(self.running), found): break
+            self.admit(request, found)
             self.grow(request, n)
             step.scheduled.append((request, n))
             budget, spare = budget - n, spare - (n if request.all_rows else 1)
@@ -141,15 +169,18 @@ class Scheduler(Queues):
         for request, n in step.scheduled:
             if request.status != "running": continue                       # finished or aborted meanwhile
             request.num_computed_tokens += n
+            if self.prefix_caching: self.publish(request, request.num_computed_tokens - n)
             if request.request_id in sampled:
                 assert request.num_new_tokens == 0, f"{request.request_id} has a new token but has not caught up"
                 request.token_ids.append(sampled[request.request_id])
 
     def check_integrity(self) -> None:
-        "Assert that no block is lost, shared or counted twice, and that every counter fits its blocks."
+        "Assert that no block is lost or counted wrongly, and that every counter fits its blocks."
         self.pool.check_integrity()
-        held = [b for r in self.running for b in r.block_ids]
-        assert len(held) == len(set(held)) == self.pool.num_blocks - 1 - self.pool.num_free, "blocks lost or held twice"
+        held = Counter(b for r in self.running for b in r.block_ids)
+        assert all(held[b] == n for b, n in enumerate(self.pool.refs)), "a block is lost, or its owners are miscounted"
+        written = [b for r in self.running for b in r.block_ids[r.num_computed_tokens // BLOCK_SIZE:]]
+        assert all(held[b] == 1 for b in written), "a block that is still being written has two owners"
         slots = [r.cache.slot for r in self.running if r.cache.slot]
         assert len(slots) == len(set(slots)) == (0 if self.pool.states is None else len(self.running)), "a state slot is lost or held twice"
         for r in self.running: assert r.status == "running" and blocks_needed(r.num_computed_tokens) <= len(r.block_ids), r.request_id

@@ -12,7 +12,7 @@ import pytest
 from literate_engine.core import data_dir, fixture
 from literate_engine.deltanet import RecurrentState
 from literate_engine.engine import EngineConfig, EngineFull, byte_tokenizer, scripted_engine
-from literate_engine.kvcache import BLOCK_SIZE, CachePool, blocks_needed
+from literate_engine.kvcache import BLOCK_SIZE, CachePool, block_keys, blocks_needed
 from literate_engine.llm import LLM, choices
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
@@ -43,12 +43,14 @@ def free(engine):
 def random_schedule(seed):
     rng = random.Random(seed)
     max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
-    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4), RecurrentState([(None, (1,))], max_num_seqs) if seed % 2 else None)
-    s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]))
+    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4), RecurrentState([(None, (1,))], max_num_seqs) if seed % 3 == 0 else None)
+    s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]), seed % 2 == 1)
+    common = [rng.randrange(250) for _ in range(max_len)]
     slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}
     for i in range(rng.randint(3, 14)):
         n = rng.randint(1, rng.choice([6, 6, max_len // 2, max_len - 1]))
-        todo.append((Request(str(i), [rng.randrange(250) for _ in range(n)], all_rows=rng.random() < 0.2), rng.randint(1, min(40, max_len - n))))
+        ids = common[:rng.choice([0, n // 2, n])] + [rng.randrange(250) for _ in range(n)]
+        todo.append((Request(str(i), ids[:n], all_rows=rng.random() < 0.2), rng.randint(1, min(40, max_len - n))))
         wanted[str(i)] = todo[-1][0].token_ids + alone(todo[-1][0].token_ids, todo[-1][1])
     finished = aborted = 0
     while todo or s.num_unfinished:
@@ -95,6 +97,68 @@ def test_a_preempted_request_returns_as_if_nothing_happened():                  
     assert got == {k: alone([ord(k)] * 12, 20) for k in got}
     assert engine.stats()["num_preemptions"] > 0 and free(engine)
     engine.stop()
+
+
+def test_shared_blocks_are_never_written():                                            # BC-092
+    engine, common, outs = make(num_blocks=33, max_model_len=96, max_num_seqs=4), list(range(33)), queue.SimpleQueue()
+    engine.start()
+    def ask(*prompts):
+        got = {}
+        for i, p in enumerate(prompts): engine.submit(p, SamplingParams(max_tokens=20, ignore_eos=True), outs.put, request_id=str(i))
+        for _ in range(20*len(prompts)):
+            o = outs.get()
+            got.setdefault(o.request_id, []).extend(o.token_ids)
+            cached[o.request_id] = o.num_cached_tokens
+        return [got[str(i)] for i in range(len(prompts))]
+    cached = {}
+    ask(common)
+    blocks = engine.model.pool.find(block_keys(common[:32]))
+    before = engine.model.slots.reshape(-1, BLOCK_SIZE)[blocks].copy()
+    hits = [common[:32] + [200]*3, common[:32] + [201]*20]
+    assert ask(*hits) == [alone(p, 20) for p in hits] and list(cached.values()) == [32, 32]
+    mixed = [common[:32] + [202]*5, [203]*40, common[:32] + [204]*7]
+    assert ask(*mixed) == [alone(p, 20) for p in mixed] and list(cached.values()) == [32, 0, 32]
+    assert engine.model.pool.find(block_keys(common[:32])) == blocks
+    assert (engine.model.slots.reshape(-1, BLOCK_SIZE)[blocks] == before).all() and free(engine)
+    engine.stop()
+
+
+def test_an_insertion_in_the_middle_keeps_what_is_before_it():                         # BC-098
+    a, b, c = [65]*16, [66]*16, [67]*16
+    with LLM(make(max_model_len=160, num_blocks=40)) as llm:
+        params = SamplingParams(max_tokens=1)
+        first, again, edited = (llm.generate(p, params)[0] for p in (a*4 + b*4, a*4 + b*4, a*4 + c + b*4))
+        assert (first.num_cached_tokens, again.num_cached_tokens, edited.num_cached_tokens) == (0, 112, 64)
+        assert again.token_ids == first.token_ids == alone(a*4 + b*4, 1) and edited.token_ids == alone(a*4 + c + b*4, 1)
+
+
+def test_tenants_share_nothing():                                                       # BC-094
+    engine, outs = make(max_model_len=96), queue.SimpleQueue()
+    engine.start()
+    def cached(salt):
+        engine.submit([7]*40, SamplingParams(max_tokens=1), outs.put, cache_salt=salt)
+        return outs.get().num_cached_tokens
+    assert [cached(s) for s in ("", "a", "a", "b", "", "a")] == [0, 0, 32, 0, 32, 32]
+    assert not set(block_keys([7]*32, salt="x")) & set(block_keys([7]*32)) and block_keys([1]*16 + [2]*16)[1] != block_keys([3]*16 + [2]*16)[1]
+    engine.stop()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_a_cached_prefix_gives_the_same_bits(name, activations):
+    ids, params = np.load(fixture(f"{name}.npz"))["p1_ids"].tolist(), SamplingParams(max_tokens=12, logprobs=3, ignore_eos=True)
+    prompts = [ids, ids[:33] + ids[:9], ids[:40], ids + ids[:5]]
+    def answers(caching):
+        with LLM(fixture(f"{name}.gguf"), activations=activations, max_model_len=128, max_num_batched_tokens=21, enable_prefix_caching=caching) as llm:
+            outputs = [llm.generate(p, params)[0] for p in prompts] + llm.generate(prompts, params)
+        return [(o.token_ids, o.logprobs) for o in outputs], [o.num_cached_tokens for o in outputs]
+    (cold, none), (warm, cached) = answers(False), answers(True)
+    assert warm == cold and not any(none) and cached[1:4] == [32, 32, 48] and min(cached[4:]) >= 32
+
+
+def test_caching_can_be_turned_off():
+    with LLM(make(max_model_len=96, enable_prefix_caching=False)) as llm:
+        assert [llm.generate([7]*40, SamplingParams(max_tokens=1))[0].num_cached_tokens for _ in range(2)] == [0, 0]
 
 
 # ---- engine ----
@@ -251,7 +315,7 @@ def test_prompt_logprobs_and_rows():
 @pytest.mark.parametrize("options, field", [
     ({"device": "cuda"}, "device"), ({"activations": "int4"}, "activations"), ({"kv_type": "q4_0"}, "kv_type"), ({"num_threads": 0}, "num_threads"),
     ({"max_model_len": "8"}, "max_model_len"), ({"max_num_seqs": True}, "max_num_seqs"), ({"kv_memory": -1}, "kv_memory"), ({"seed": -1}, "seed"),
-    ({"enable_prefix_caching": True}, "enable_prefix_caching"), ({"yarn_truncate": "no"}, "yarn_truncate"),
+    ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"), ({"yarn_truncate": "no"}, "yarn_truncate"),
     ({"kv_type": "f16", "kv_type_v": "f32"}, "kv_type_v"), ({"rope_freq_base": float("nan")}, "rope_freq_base")])
 def test_options_are_refused_by_name(options, field):
     with pytest.raises(ValueError, match=field): EngineConfig(**options)
