@@ -5,23 +5,24 @@
 # %% auto #0
 __all__ = ['attention_ref', 'attention_scratch_bytes', 'attention_call', 'attention_cpu', 'kv_store_cpu']
 
-# %% ../nbs/21_attention.ipynb #c5a74633
+# %% ../nbs/21_attention.ipynb #7987b8a2
 import ctypes
 import threading
+from functools import partial
 
 import numpy as np
 
 from .ops import padded_rows
 from .cpu_ops import WORDS, named, op_address, operand_word, own_row
 from literate_engine.simd import (
-    as_f64, f32_at, f32v, fma, hmax, hsum, i64_at, jit, load_f16x16, load_f32x16, prefetch, put_f16, store, tile_f32, tile_fma, tile_store, u8_at,
+    as_f64, f32_at, f32v, first_lanes, fma, hmax, hsum, i64_at, jit, load_f16x16, load_f32x16, prefetch, put_f16, store, tile_add_sums, tile_f32, tile_fma, tile_store, u8_at,
     vdiv, vexp, vmax)
 
-# %% ../nbs/21_attention.ipynb #da725002
+# %% ../nbs/21_attention.ipynb #ce99c447
 def attention_ref(
     q: np.ndarray,  # [num_tokens, >= n_head*head_dim_k] float32; columns past that are ignored
     k_cache: np.ndarray,  # [block, head_kv, head_dim_k, 16]: one layer's keys
-    v_cache: np.ndarray,  # [block, head_kv, 16, head_dim_v]: its values
+    v_cache: np.ndarray,  # [block, head_kv, 16, head_dim_v]: its values; [block, head_kv, 16, 0]: the first head_dim_v numbers of a key are the value
     batch,  # the step: positions, query_start_loc, seq_lens, block_table
     spec,  # the layer: n_head, n_head_kv, head_dim_k, head_dim_v, window (0: all), attn_scale, softcap (0: none)
     sinks: np.ndarray | None = None,  # [n_head]: a score that takes part in each head's softmax and brings no value
@@ -33,6 +34,7 @@ def attention_ref(
         j = np.arange(batch.seq_lens[s])
         block, offset = batch.block_table[s, j//16], j % 16
         k, v = (np.repeat(a.astype(np.float32), spec.n_head//spec.n_head_kv, 1) for a in (k_cache[block, :, :, offset], v_cache[block, :, offset, :]))
+        if not v.size: v = k[..., :spec.head_dim_v]
         i = batch.positions[rows, None]
         seen = (j <= i) & (j > i - (spec.window or len(j) + 1))
         x = q[rows, :spec.n_head*spec.head_dim_k].reshape(-1, spec.n_head, spec.head_dim_k)
@@ -45,10 +47,11 @@ def attention_ref(
         out[rows] = np.einsum("hij,jhd->ihd", p/total, v).reshape(len(x), -1)
     return out
 
-# %% ../nbs/21_attention.ipynb #707c2197
+# %% ../nbs/21_attention.ipynb #df725fbd
 _CHUNK = 128                 # positions whose scores are held at once
+_LATENT_CHUNK = 256          # the same, where values are read from keys
 _ROWS = 6                    # query rows of a tile
-_ROW = 288                   # floats from one row of scratch to the next; the widest head
+_ROW = 608                   # floats from one row of scratch to the next; the widest head
 _AHEAD = 2                   # blocks between a prefetch and its use
 _NEVER = np.float32(-3e38)   # the score of a position that a row must not see
 
@@ -67,7 +70,7 @@ def attention_scratch_bytes(
 ) -> int:  # bytes for each thread, a multiple of 64
     "Scratch memory that the attention ops need; ValueError for heads they cannot hold."
     if not 0 < head_dim_k <= _ROW: raise ValueError(f"head_dim_k is {head_dim_k}, expected 1 to {_ROW}")
-    return 4*(_OUT + _ROWS*(-(-head_dim_v//16)*16))
+    return 4*(_OUT + 8*(-(-head_dim_v//16)*16))
 
 # %% ../nbs/21_attention.ipynb #fae26da3
 @jit
@@ -105,8 +108,8 @@ def _softmax_row(s, j, x, lo, hi, b0, b1):
     store(s, _FIX + j*16, fix)
     s[_TOP + j] = new
 
-# %% ../nbs/21_attention.ipynb #4fe7b5dd
-def _products(T, load, size):
+# %% ../nbs/21_attention.ipynb #89f0764c
+def _products(T, load, size, latent):
     "The loops over keys and over values for T rows; `load` takes 16 numbers of `size` bytes."
     @jit
     def scores(s, K, V, table, stride, offset, v_stride, v_offset, D, b0, b1, last, x):
@@ -114,7 +117,8 @@ def _products(T, load, size):
             p, ahead, acc = table[b]*stride + offset, table[min(b + _AHEAD, last)]*stride + offset, tile_f32(T)
             v = table[b]*v_stride + v_offset
             for d in range(D):
-                if T <= 4: prefetch(K, ahead + d*16*size); prefetch(V, v + d*16*size)
+                if T <= 4: prefetch(K, ahead + d*16*size)
+                if T <= 4 and not latent: prefetch(V, v + d*16*size)
                 acc = tile_fma(acc, load(K, p + d*16*size), s, _Q + d, _ROW)
             tile_store(s, x + b*16, _ROW, acc)
     @jit
@@ -131,7 +135,31 @@ def _products(T, load, size):
                 store(s, y, fma(load_f32x16(s, y), load_f32x16(s, _FIX + j*16), load_f32x16(s, _TMP + j*16)))
     return scores, values
 
-# %% ../nbs/21_attention.ipynb #215d280f
+# %% ../nbs/21_attention.ipynb #a3793204
+def _latent_values(load, size):
+    "The loop over values that lie in the keys, for m rows."
+    @jit
+    def step(acc, s, w, u, v):
+        w0, w1, w2 = load_f32x16(s, w), load_f32x16(s, w + _ROW), load_f32x16(s, w + 2*_ROW)
+        return fma(u, w0, acc[0]), fma(u, w1, acc[1]), fma(u, w2, acc[2]), fma(v, w0, acc[3]), fma(v, w1, acc[4]), fma(v, w2, acc[5])
+    @jit
+    def values(s, K, table, stride, offset, D, b0, b1, hi, x, m):
+        whole = min(b1, hi//16)
+        for g in range(0, m, 3):
+            for j in range(4): s[_TMP + j] = s[_TMP + 4 + j] = s[_FIX + min(g + j, _ROWS - 1)*16]
+            fix = load_f32x16(s, _TMP)
+            for d in range(0, D, 2):
+                acc, w = tile_f32(6), x + g*_ROW
+                for b in range(b0, whole):
+                    p = table[b]*stride + offset + d*16*size
+                    acc = step(acc, s, w + b*16, load(K, p), load(K, p + 16*size))
+                for b in range(whole, b1):
+                    p = table[b]*stride + offset + d*16*size
+                    acc = step(acc, s, w + b*16, first_lanes(load(K, p), hi - b*16), first_lanes(load(K, p + 16*size), hi - b*16))
+                tile_add_sums(s, _OUT + g//3*4*_pad16(D) + d*4, fix, acc)
+    return values
+
+# %% ../nbs/21_attention.ipynb #41746b4e
 @jit
 def _begin_rows(I, s, w, shift, t0, h0, g, r0, m):
     "Copy m rows of q, scaled, from row r0 on; empty their sums."
@@ -152,18 +180,23 @@ def _begin_rows(I, s, w, shift, t0, h0, g, r0, m):
         if h == g: t, h = t + 1, 0
 
 @jit
-def _end_rows(I, s, w, m):
+def _end_rows(I, s, w, m, latent):
     "Write o/l of m rows to the output."
     out, Dv = f32_at(I[4]), I[16]
     for j in range(m):
         x, y, inverse = w[8 + j], _OUT + j*_pad16(Dv), np.float32(1)/hsum(load_f32x16(s, _SUM + j*16))
+        if latent:
+            for d in range(Dv): out[x + d] = s[_OUT + j//3*4*_pad16(Dv) + d*4 + j%3]*inverse
+            continue
         for d in range(0, Dv - 15, 16): store(out, x + d, load_f32x16(s, y + d)*f32v(inverse))
         for d in range(Dv//16*16, Dv): out[x + d] = s[y + d]*inverse
 
-# %% ../nbs/21_attention.ipynb #67ffaf7a
-def _tile(load, size):
+# %% ../nbs/21_attention.ipynb #691aee9f
+def _tile(load, size, latent):
     "The walk of one tile over its positions, for one type of cache."
-    (scores4, values4), (scores6, values6) = (_products(T, load, size) for T in (4, 6))
+    (scores4, values4), (scores6, values6) = (_products(T, load, size, latent) for T in (4, 6))
+    latent_values = _latent_values(load, size)
+    CHUNK = _LATENT_CHUNK if latent else _CHUNK
     @jit
     def tile(I, s, w, table, shift, t0, h0, g, r0, m):
         _begin_rows(I, s, w, shift, t0, h0, g, r0, m)
@@ -171,16 +204,19 @@ def _tile(load, size):
         lo, hi, head = _first_seen(w[0], window), w[m - 1] + 1, h0//(I[13]//HK)
         k_stride, v_stride, last = HK*Dk*16*size, HK*Dv*16*size, (hi - 1)//16
         k_head, v_head = head*Dk*16*size, head*Dv*16*size
-        for c in range(lo//_CHUNK*_CHUNK, hi, _CHUNK):
-            b0, b1, x = max(lo, c)//16, (min(hi, c + _CHUNK) + 15)//16, _P + 16 - c
+        if latent:
+            for d in range(m*_pad16(Dv), (m + 2)//3*4*_pad16(Dv), 16): store(s, _OUT + d, f32v(0))
+        for c in range(lo//CHUNK*CHUNK, hi, CHUNK):
+            b0, b1, x = max(lo, c)//16, (min(hi, c + CHUNK) + 15)//16, _P + 16 - c
             if m > 4: scores6(s, K, V, table, k_stride, k_head, v_stride, v_head, Dk, b0, b1, last, x)
             else: scores4(s, K, V, table, k_stride, k_head, v_stride, v_head, Dk, b0, b1, last, x)
             if cap != 0:
                 for j in range(m): _cap_row(s, x + j*_ROW, b0, b1, cap)
             for j in range(m): _softmax_row(s, j, x + j*_ROW, _first_seen(w[j], window), w[j] + 1, b0, b1)
-            if m > 4: values6(s, V, table, v_stride, v_head, Dv, b0, b1, lo, hi, x)
+            if latent: latent_values(s, K, table, k_stride, k_head, Dv, b0, b1, hi, x, m)
+            elif m > 4: values6(s, V, table, v_stride, v_head, Dv, b0, b1, lo, hi, x)
             else: values4(s, V, table, v_stride, v_head, Dv, b0, b1, lo, hi, x)
-        _end_rows(I, s, w, m)
+        _end_rows(I, s, w, m, latent)
     return tile
 
 # %% ../nbs/21_attention.ipynb #5abfbe12
@@ -201,11 +237,11 @@ def _total(I, S, pos, start, step):
         for t in range(start[i], start[i + 1], step): total += _visits(pos[min(t + step, start[i + 1]) - 1], I[17])
     return total
 
-# %% ../nbs/21_attention.ipynb #7442e590
-def _attention(load, size):
+# %% ../nbs/21_attention.ipynb #80b2f467
+def _attention(load, size, latent=False):
     """The op. Words: out, q, K, V, positions, query_start_loc, seq_lens, block_table, max_blocks, n_head, n_head_kv, head_dim_k, head_dim_v,
     window, scale, scratch, scratch bytes of a thread, softcap, sinks (0: none)."""
-    tile = _tile(load, size)
+    tile = _tile(load, size, latent)
     @jit
     def attention(tid, n, I, S):
         out, pos, start, H, window, width = f32_at(I[4]), i64_at(I[8]), i64_at(I[9]), I[13], I[17], I[13]*I[16]
@@ -231,7 +267,9 @@ def _attention(load, size):
                             for x in range(width, _pad16(width)): out[t*_pad16(width) + x] = np.float32(0)
     return attention
 
-for _name, _load, _size in (("attention_f16", load_f16x16, 2), ("attention_f32", load_f32x16, 4)): named(_name, _attention(_load, _size), globals())
+for _name, _load, _size in (("f16", load_f16x16, 2), ("f32", load_f32x16, 4)):
+    named(f"attention_{_name}", partial(_attention, _load, _size), globals())
+    named(f"latent_attention_{_name}", partial(_attention, _load, _size, True), globals())
 
 # %% ../nbs/21_attention.ipynb #facc27d0
 def _kv_store(f16):
@@ -256,7 +294,7 @@ def _kv_store(f16):
 
 for _name, _f16 in (("kv_store_f16", True), ("kv_store_f32", False)): named(_name, _kv_store(_f16), globals())
 
-# %% ../nbs/21_attention.ipynb #9af390c5
+# %% ../nbs/21_attention.ipynb #a7c88474
 _C_OP = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 def _call(name, operands, batch, threads):
@@ -279,7 +317,7 @@ def attention_call(q, cache, batch, layer, spec, threads=1, sinks=None):
     operands = [out, padded_rows(q[:n, :spec.n_head*spec.head_dim_k]), cache.k[layer], cache.v[layer], batch.positions, batch.query_start_loc, batch.seq_lens,
                 batch.block_table, batch.max_blocks_per_seq, spec.n_head, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v, spec.window or 0,
                 float(spec.attn_scale), np.full((threads, nbytes//4), np.nan, np.float32), nbytes, float(spec.softcap), 0 if sinks is None else sinks]
-    return _call(f"attention_{cache.kv_type}", operands, batch, threads), out
+    return _call(f"{'' if cache.v[layer].size else 'latent_'}attention_{cache.kv_type}", operands, batch, threads), out
 
 # %% ../nbs/21_attention.ipynb #5f72a847
 def attention_cpu(

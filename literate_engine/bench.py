@@ -6,18 +6,18 @@
 __all__ = ['PEERS', 'DEFAULTS', 'together', 'Ours', 'LlamaCpp', 'LlamaNative', 'bytes_per_token', 'prompts_for', 'measure',
            'load_time', 'run_bench']
 
-# %% ../nbs/60_bench.ipynb #5853ec5b
+# %% ../nbs/60_bench.ipynb #d310d6ec
 import json
 import math
 import os
-import time
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from .core import find_model, machine, num_cores, peak_bandwidth, ratio, save_bench
+from .core import DEFAULT_MODEL, find_model, machine, num_cores, peak_bandwidth, ratio, save_bench
 
 # %% ../nbs/60_bench.ipynb #e82c2b21
 def together(
@@ -33,7 +33,7 @@ def together(
     end = time.perf_counter()
     return len(prompts) * (n_gen - 1) / max((end - middle) - (middle - start), 1e-9)
 
-# %% ../nbs/60_bench.ipynb #b4f335e9
+# %% ../nbs/60_bench.ipynb #55b18b14
 class Ours:
     "This engine, driven as a program would drive it: `LLM.generate` on token ids."
     name = "literate_engine"
@@ -199,10 +199,10 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #ffd4e2a7
+# %% ../nbs/60_bench.ipynb #e40e6ca2
 def run_bench(
     what: str,  # "decode" | "prefill" | "load"
-    model: str = "smollm2",  # what find_model takes
+    model: str = DEFAULT_MODEL,  # what find_model takes
     device: str = "cpu",
     threads: tuple[int, ...] = (),  # () = all physical cores
     batch: tuple[int, ...] = (1,),  # sequences at once, for decode

@@ -83,8 +83,9 @@ def _grown(name, text, args):
         return len(text) + (text.count("\n") + text.count("\t") + 1) * max([a for a in args if isinstance(a, int)], default=8)
     return len(text)
 
-# %% ../nbs/04_chat.ipynb #6beacca6
+# %% ../nbs/04_chat.ipynb #066465ef
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*|\{[^{}]*\{")       # a width past four digits, or one taken from an argument
+# filters whose result grows with all that is in their arguments, and filters and methods that take a width
 _SIZED = {"tojson", "join", "string", "pprint", "xmlattr", "urlencode", "escape", "e", "forceescape", "sum", "list", "urlize", "striptags", "format"}
 _WIDTHS = {"center", "indent", "wordwrap", "truncate", "batch", "slice", "round", "tojson", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"}
 

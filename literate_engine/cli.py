@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/61_cli.ipynb #a72f12c9
+# %% ../nbs/61_cli.ipynb #b8487466
 Model = Annotated[str, typer.Argument(help="A GGUF file, a known name (smollm2, gemma3-270m), or hf:owner/repo/file.gguf.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or ref (plain NumPy, slow).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.")]
@@ -42,6 +42,7 @@ def _given(**options) -> dict:
     "The options that were given, so that the engine's own defaults stand for the rest."
     return {k: v for k, v in options.items() if v is not None}
 
+# %% ../nbs/61_cli.ipynb #195d18df
 def _print_json(value) -> None:
     import json
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
@@ -116,7 +117,7 @@ def _stream(llm, token_ids: list[int], params) -> str:
     print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #34a8c9c6
+# %% ../nbs/61_cli.ipynb #38924aac
 @app.command()
 def generate(
     model: Model,
@@ -140,6 +141,7 @@ def generate(
     _print_json({"text": out.text, "token_ids": list(out.token_ids), "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
                  "num_prompt_tokens": len(out.prompt_token_ids), "timing": out.timing})
 
+# %% ../nbs/61_cli.ipynb #3013c78c
 @app.command()
 def chat(
     model: Model = "smollm2",
@@ -195,20 +197,20 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #2e88bebc
+# %% ../nbs/61_cli.ipynb #05613abd
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter
     from literate_engine.config import ModelConfig
     from literate_engine.gguf import GGUFError
     from literate_engine.kvcache import BLOCK_SIZE, kv_bytes_per_block
-    from literate_engine.linear import ACT_OF
+    from literate_engine.linear import ACT_OF, held_as, held_bits
     try: config = ModelConfig.from_gguf(g)
     except GGUFError as e: return [f"cannot run it: {e}"]
     matrices = Counter()
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
-    held = [f"{name} has no kernel: {n*4/2**20:,.1f} MiB of its values are held as F32" for name, n in matrices.items() if n and name not in ACT_OF]
-    kv, state = kv_bytes_per_block(config.layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
+    held = [f"{name} has no kernel of its own: held as {held_as(name)}, {n*held_bits(name)/2**23:,.1f} MiB" for name, n in matrices.items() if n and name not in ACT_OF]
+    kv, state = kv_bytes_per_block(config.kv_layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
     memory = [f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context"]*(kv > 0)
     if state: memory.append(f"recurrent state {state*4/2**20:,.2f} MiB a sequence")
     return [*(f"{n} layer{'s' * (n != 1)} of {mixer or 'feed-forward alone'}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),

@@ -84,14 +84,14 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/43_engine.ipynb #2cd002f3
+# %% ../nbs/43_engine.ipynb #87c66e5d
 DEFAULT_KV_MEMORY = 2**30
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     "What will be in effect for this model; ValueError if the wishes contradict each other."
     device = "cpu" if config.device == "auto" else config.device
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or device == "ref" else "f16")
-    per_block, length = max(1, kv_bytes_per_block(model.layers, kv_type)), config.max_model_len
+    per_block, length = max(1, kv_bytes_per_block(model.kv_layers, kv_type)), config.max_model_len
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     if config.kv_memory: usable = config.kv_memory // per_block - 1                                          # without the null block
     else: usable = max(min(DEFAULT_KV_MEMORY // per_block, config.max_num_seqs * blocks_needed(length or model.n_ctx)), blocks_needed(length or 1))
@@ -439,7 +439,7 @@ def _abort(self, request_id: str) -> None:
 
 Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
 
-# %% ../nbs/43_engine.ipynb #437c1dd5
+# %% ../nbs/43_engine.ipynb #319a4f87
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -454,7 +454,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
         tokenizer = aside.submit(Tokenizer.from_gguf, file)
         model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,
-                      num_kv_blocks=config.kv_memory // max(1, kv_bytes_per_block(model_config.layers, config.kv_type)), num_state_slots=config.max_num_seqs)
+                      num_kv_blocks=config.kv_memory // max(1, kv_bytes_per_block(model_config.kv_layers, config.kv_type)), num_state_slots=config.max_num_seqs)
     try: tokenizer, template = tokenizer.result(), ChatTemplate.from_gguf(file, tokenizer.result())
     except ValueError: model.close(); raise
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")

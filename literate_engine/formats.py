@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPE', 'FORMATS', 'block_pool', 'random_model', 'bench_formats']
 
-# %% ../nbs/71_formats.ipynb #77002003
+# %% ../nbs/71_formats.ipynb #8c298a22
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .bench import PEERS, Ours, bytes_per_token, measure
-from .core import ratio, save_bench
+from .core import ratio
 from .gguf import GGUFFile, write_gguf
 from .quants import IQ4_VALUES, QUANT_TYPES, quantize
 
@@ -29,22 +29,31 @@ def block_pool(fmt: str, n_weights: int = 1 << 20, std: float = 0.03) -> np.ndar
     code = np.searchsorted(between, x/d.astype(np.float32)).astype(np.uint8)
     return np.hstack([d.view(np.uint8), code[:, :16] | code[:, 16:] << 4])
 
-# %% ../nbs/71_formats.ipynb #05346a7c
+# %% ../nbs/71_formats.ipynb #91f6ca7b
 SHAPE = dict(n_layer=24, n_embd=768, n_ff=2048, n_head=12, n_head_kv=4, n_vocab=32000)
 
-def random_model(path, fmt: str, n_layer: int, n_embd: int, n_ff: int, n_head: int, n_head_kv: int, n_vocab: int) -> None:
+def random_model(
+    path,
+    fmt: str,                        # of every matrix
+    n_layer: int, n_embd: int, n_ff: int, n_head: int, n_head_kv: int, n_vocab: int,
+    n_expert: int = 0,               # a mixture of so many, of which two are used
+    pool: np.ndarray | None = None,  # blocks to draw from; default: block_pool(fmt)
+) -> None:
     "A llama whose matrices all have one format, with a tokenizer that only counts."
-    t, pool, rng, head = QUANT_TYPES[fmt], block_pool(fmt), np.random.default_rng(1), n_embd//n_head
-    def matrix(n, k): return pool[rng.integers(0, len(pool), n*(k//t.block_size))].reshape(n, -1), fmt, (n, k)
+    t, pool, rng, head = QUANT_TYPES[fmt], block_pool(fmt) if pool is None else pool, np.random.default_rng(1), n_embd//n_head
+    def matrix(n, k, *experts): return pool[rng.integers(0, len(pool), int(np.prod(experts, dtype=int))*n*(k//t.block_size))].reshape(-1, k//t.block_size*t.type_size), fmt, (*experts, n, k)
     ones = np.ones(n_embd, np.float32)
     tensors = {"token_embd.weight": matrix(n_vocab, n_embd), "output_norm.weight": ones, "output.weight": matrix(n_vocab, n_embd)}
     for i in range(n_layer):
-        shapes = {"attn_q": (n_embd, n_embd), "attn_k": (n_head_kv*head, n_embd), "attn_v": (n_head_kv*head, n_embd), "attn_output": (n_embd, n_embd),
-                  "ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff)}
+        shapes = {"attn_q": (n_embd, n_embd), "attn_k": (n_head_kv*head, n_embd), "attn_v": (n_head_kv*head, n_embd), "attn_output": (n_embd, n_embd)}
+        ffn, name = {"ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff)}, "_exps" if n_expert else ""
+        shapes |= {k + name: (*shape, n_expert) if n_expert else shape for k, shape in ffn.items()}
         tensors |= {f"blk.{i}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        if n_expert: tensors[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((n_expert, n_embd)).astype(np.float32)
         tensors |= {f"blk.{i}.{name}.weight": ones for name in ("attn_norm", "ffn_norm")}
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *(f"\u2581{i}" for i in range(n_vocab - 259))]
-    write_gguf(path, {"general.architecture": "llama", "general.name": f"random {fmt}", "llama.block_count": n_layer, "llama.context_length": 2048, "llama.embedding_length": n_embd,
+    mixture = {"llama.expert_count": n_expert, "llama.expert_used_count": 2} if n_expert else {}
+    write_gguf(path, mixture | {"general.architecture": "llama", "general.name": f"random {fmt}", "llama.block_count": n_layer, "llama.context_length": 2048, "llama.embedding_length": n_embd,
         "llama.feed_forward_length": n_ff, "llama.attention.head_count": n_head, "llama.attention.head_count_kv": n_head_kv, "llama.rope.dimension_count": head,
         "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.vocab_size": n_vocab, "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": np.zeros(n_vocab, np.float32), "tokenizer.ggml.token_type": np.array([2, 3, 3] + [6]*256 + [1]*(n_vocab - 259), np.int32),

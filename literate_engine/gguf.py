@@ -614,6 +614,6 @@ def write_gguf(
 
 # %% ../nbs/01_gguf.ipynb #5c9147db
 def __getattr__(name):
-    "Where `inspect_gguf` and `format_report` went: chapter 06, fetched only if someone asks here."
+    "Where `inspect_gguf` and `format_report` went: chapter 07, fetched only if someone asks here."
     if name not in ("inspect_gguf", "format_report"): raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("literate_engine.inspect"), name)

@@ -40,7 +40,7 @@ def signed_bytes(W, p, i): return (load_u8x64(W, p + 64*i),)
 @jit
 def unsigned_bytes(W, p, i): return (load_u8x64(W, p + 64*i) ^ 128,)
 
-# %% ../nbs/13_linear_cpu.ipynb #30ec710c
+# %% ../nbs/13_linear_cpu.ipynb #5a84d45a
 @dataclass(frozen=True)
 class Layout:
     "How 16 rows of one format are packed, and what the kernels must know of it."
@@ -55,15 +55,17 @@ class Layout:
     super: int = 0        # chunks per super-block (K-quants; then scales are integers and the super-block ends with float16 scales)
     sums: int = 1         # int16 sums per chunk that each stay in range
     scale_bytes: int = 32 # packed bytes of a chunk's 16 scales (and of its 16 minimums)
-    scale: object = load_f16x16    # (W, address) -> those scales as float32, in formats without super-blocks
+    scale: object = load_f16x16    # (W, address) -> 16 scales as float32: of a chunk, or of a super-block if there are any
     signed: object = None          # like codes, but 8-bit weights with their sign, for formats whose kernel wants them
     kernel: object = None          # maker of the fast kernel, for formats with one of their own
     scales: object = None          # what `affine` returns, for formats with a way of their own to pack scales
+    tail: int = 0                  # packed bytes at the end of a super-block: its scales (and minimums)
     @property
     def scale_at(self): return self.chunk_bytes - self.scale_bytes*(1 + self.has_min)     # behind a chunk's codes
 
 def _block(codes, size, zero, has_min): return Layout(codes, 4, 16, 4, 32, size, zero, has_min)
-def _super(codes, parts, gap, chunk, size, zero, has_min, **more): return Layout(codes, parts, gap, 4, chunk, size, zero, has_min, 256//chunk, scale_bytes=16, **more)
+def _super(codes, parts, gap, chunk, size, zero, has_min, **more):
+    return Layout(codes, parts, gap, 4, chunk, size, zero, has_min, 256//chunk, scale_bytes=16, tail=64 if has_min else 32, **more)
 LAYOUTS = dict(
     Q4_0=_block(nibbles, 256 + 32, 8, False), Q4_1=_block(nibbles, 256 + 64, 0, True),
     Q5_0=_block(nibbles_bit, 320 + 32, 16, False), Q5_1=_block(nibbles_bit, 320 + 64, 16, True),
@@ -71,7 +73,7 @@ LAYOUTS = dict(
     Q4_K=_super(nibbles, 4, 16, 32, 256 + 32, 0, True), Q5_K=_super(nibbles_bit, 4, 16, 32, 320 + 32, 0, True, sums=2),
     Q6_K=_super(nibbles_2bits, 1, 4, 16, 192 + 16, 32, False))
 
-# %% ../nbs/13_linear_cpu.ipynb #1a43a58c
+# %% ../nbs/13_linear_cpu.ipynb #a711ea6c
 ROWS = 16                                # rows of a matrix packed together: the lanes of a vector
 TILE = 8 if ISA == "avx512" else 4       # tokens of a tile: as many as the registers hold
 AHEAD = 8192 if ISA == "avx512" else 1536  # bytes between the block in work and the one being prefetched: what was best on a machine of each kind
@@ -83,7 +85,7 @@ def packed_group_bytes(fmt: str, K: int) -> int:
     "Packed bytes of 16 rows."
     if fmt in PLAIN: return 16*K*PLAIN[fmt][1]
     f = LAYOUTS[fmt]
-    return K//f.chunk*f.chunk_bytes + (K//256*(64 if f.has_min else 32) if f.super else 0)
+    return K//f.chunk*f.chunk_bytes + K//256*f.tail
 
 def packed_bytes(fmt: str, n: int, k: int) -> int:
     "Bytes of a packed [n, k] matrix: rows come in groups of 16, the last one filled up with zeros."
@@ -293,11 +295,11 @@ def int8_signed(f: Layout, T: int):
         tile_store(y, o, ldy, acc)
     return tile
 
-# %% ../nbs/13_linear_cpu.ipynb #adc09c06
+# %% ../nbs/13_linear_cpu.ipynb #53a02a1a
 def int8_super(f: Layout, T: int):
     "K-quants: super-blocks of 256 with an integer scale (and minimum) for each chunk: Q4_K Q5_K Q6_K."
     codes, GAP, STEP, CHUNK, BYTES, Z, MIN, NC, SUMS = f.codes, f.gap, f.step, f.chunk, f.chunk_bytes, f.zero, f.has_min, f.super, f.sums
-    S = f.scale_at; LINES = (BYTES + 63)//64; PER = f.parts//SUMS
+    S = f.scale_at; LINES = (BYTES + 63)//64; PER = f.parts//SUMS; TAIL = f.tail
     @jit
     def tile(W, p, K, row, R, t, y, o, ldy):
         x, scale, sums, sums32 = row; acc = tile_f32(T); q, s, ld = t*R, t*(R//4), R//4
@@ -315,11 +317,11 @@ def int8_super(f: Layout, T: int):
                 low = tile_i32(T)
                 for c in range(NC): low = tile_imul_x(low, load_i8i32x16(W, d - (NC-c)*BYTES + S + 16), sums32, s + i*8 + c, ld)
                 acc = tile_fma_dot(acc, low, load_f16x16(W, d + 32)*f32v(-1.), scale, s+i, ld)
-            p = d + (64 if MIN else 32)
+            p = d + TAIL
         tile_store(y, o, ldy, acc)
     return tile
 
-# %% ../nbs/13_linear_cpu.ipynb #f18030b4
+# %% ../nbs/13_linear_cpu.ipynb #2d77ded1
 def affine(f: Layout):
     "(W, chunk's address, end of its super-block) -> vectors a, c: a weight is a*code + c."
     if f.scales: return f.scales
@@ -327,7 +329,7 @@ def affine(f: Layout):
     @jit
     def of(W, p, d):
         if SUPER:
-            a = load_f16x16(W, d)*to_f32(load_i8i32x16(W, p + D))
+            a = load_scale(W, d)*to_f32(load_i8i32x16(W, p + D))
             return a, load_f16x16(W, d + 32)*to_f32(load_i8i32x16(W, p + D + 16))*f32v(-1.) if MIN else a*f32v(-Z)
         a = load_scale(W, p + D)
         return a, load_f16x16(W, p + D + 32) if MIN else a*f32v(-Z)
@@ -336,7 +338,7 @@ def affine(f: Layout):
 def exact(f: Layout, T: int):
     "Any block format with float32 activations: every weight becomes float32, then it is multiplied."
     codes, PARTS, GAP, STEP, CHUNK, BYTES, scales = f.codes, f.parts, f.gap, f.step, f.chunk, f.chunk_bytes, affine(f)
-    NC = f.super or 1; TAIL = 0 if not f.super else 64 if f.has_min else 32
+    NC = f.super or 1; TAIL = f.tail
     @jit
     def tile(W, p, K, row, R, t, y, o, ldy):
         acc = tile_f32(T); q = t*R
@@ -402,7 +404,7 @@ def linear_op(fmt: str, act: str, make):
                 while t < t1: one(W, g*G, K, row, R, t, y, t*ld + g*16, ld); t += 1
     return linear
 
-# %% ../nbs/13_linear_cpu.ipynb #cef4d7dc
+# %% ../nbs/13_linear_cpu.ipynb #5eb872d7
 def embed_op(fmt: str):
     "The op y[t] = scale * row ids[t] of W: the row's lane of each vector of weights."
     size = group_bytes(fmt)
@@ -413,7 +415,7 @@ def embed_op(fmt: str):
             for k in range(K): y[o+k] = s*lane(load(W, p + k*16*nb), l)
     else:
         f = LAYOUTS[fmt]; codes, PARTS, GAP, STEP, CHUNK, BYTES, scales = f.codes, f.parts, f.gap, f.step, f.chunk, f.chunk_bytes, affine(f)
-        NC = f.super or 1; TAIL = 0 if not f.super else 64 if f.has_min else 32
+        NC = f.super or 1; TAIL = f.tail
         @jit
         def four(y, o, u, a, c, l, s):
             y[o] = s*lane(fma(a, byte_f32(u, 0), c), l); y[o+1] = s*lane(fma(a, byte_f32(u, 1), c), l)

@@ -8,12 +8,13 @@ __all__ = ['EXPERT_ACTS', 'LIMIT', 'ALPHA', 'READ', 'CHUNK', 'softmax', 'best_fi
            'choice_rows', 'gate_row', 'copy_row', 'best_open', 'keep_groups', 'route_scratch_bytes', 'route', 'step_op',
            'route_operands', 'route_cpu', 'ExpertMatrix', 'pack_experts', 'bucket', 'experts_scratch_bytes', 'cut',
            'stretch', 'add_bias', 'experts_op', 'expert_act16', 'expert_act', 'combine_experts', 'quantize_experts_op',
-           'gate_rows', 'experts_linear', 'moe_cpu', 'RoutingTrace', 'expert_usage', 'active_experts']
+           'gate_rows', 'experts_linear', 'moe_cpu', 'every_expert', 'linear_heads_ref', 'RoutingTrace', 'expert_usage',
+           'active_experts']
 
-# %% ../nbs/24_moe.ipynb #8e7b9993
+# %% ../nbs/24_moe.ipynb #1683acea
 from dataclasses import dataclass
 import numpy as np
-from .config import GATINGS, RouterSpec
+from .layers import GATINGS, RouterSpec
 from .linear_cpu import (ACT_OF, LAYOUTS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact,
     group_bytes, pad16, q8_1_bytes, q8_1_row, q8_k_bytes, q8_k_row, quantize_q8_1, quantize_q8_k)
 from .linear_lowbit import LINEAR_FORMATS
@@ -453,6 +454,21 @@ def moe_cpu(
     y = np.empty((n, pad16(layer.down.n)), np.float32)
     step_op("combine_experts", y, visits, choices, layer.down.n, k, int(not spec.scale_input), rows=n, threads=threads, private=(2,) if private else ())
     return y[:, :layer.down.n]
+
+# %% ../nbs/24_moe.ipynb #0ec43751
+@cpu_op
+def every_expert(tid, n, I, S):
+    "words: y (choices), n_expert: each token visits all experts in their order, with weight 1"
+    M, E = S[I[2]], I[5]; t0, t1, shift = op_rows(tid, n, M); P, ids, w = _pad16(E), i32_at(I[4]), f32_at(I[4])
+    for t in range(t0, t1):
+        c = (t+shift)*2*P
+        for j in range(P):
+            ids[c+j] = j if j < E else 0
+            w[c+P+j] = np.float32(1. if j < E else 0.)
+
+def linear_heads_ref(x: np.ndarray, w: np.ndarray) -> np.ndarray: # [rows, n_head*k], [n_head, n, k] -> [rows, n_head*n]
+    "Each head's part of a row times the head's matrix"
+    return np.einsum("thk,hnk->thn", x.reshape(len(x), len(w), -1), w, optimize=True).reshape(len(x), -1)
 
 # %% ../nbs/24_moe.ipynb #7d766dd4
 class RoutingTrace:

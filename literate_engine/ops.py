@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ACTS', 'padded_rows', 'rms_norm_ref', 'norm_group', 'rms_norm', 'layer_norm_ref', 'layer_norm', 'adjacent_to_half',
            'rope_table', 'yarn_frequencies', 'rope_ref', 'rope', 'gated_ref', 'act16', 'gated', 'activate_ref',
-           'activate', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows']
+           'activate', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows', 'join_heads_ref', 'join_heads']
 
 # %% ../nbs/15_ops.ipynb #3b588a3f
 import numpy as np
@@ -86,14 +86,14 @@ def adjacent_to_half(n_head: int, head_dim: int, rope_dim: int) -> np.ndarray: #
     one = np.concatenate([np.arange(0, rope_dim, 2), np.arange(1, rope_dim, 2), np.arange(rope_dim, head_dim)])
     return (np.arange(n_head)[:, None]*head_dim + one).reshape(-1)
 
-# %% ../nbs/15_ops.ipynb #e85ed38d
+# %% ../nbs/15_ops.ipynb #5b5bc085
 def rope_table(spec, # RopeSpec: dim, base, scaling "none" | "linear" | "yarn" and its numbers
                n: int, # positions
                freq_factors: np.ndarray | None = None) -> np.ndarray: # [dim/2] divisors of the frequencies
     "Cosines and sines of every position: [n, dim] float32, the first half cosines"
     freqs, scale = spec.base**(-np.arange(0, spec.dim, 2, dtype=np.float64)/spec.dim), 1.
     if spec.scaling == "linear": freqs = freqs/spec.factor
-    if spec.scaling == "yarn": freqs, scale = yarn_frequencies(spec, freqs), .1*np.log(spec.factor) + 1
+    if spec.scaling == "yarn": freqs, scale = yarn_frequencies(spec, freqs), .1*np.log(spec.factor) + 1 if spec.magnify else 1.
     if freq_factors is not None: freqs = freqs/freq_factors
     angles = np.arange(n, dtype=np.float64)[:, None]*freqs
     return (np.concatenate([np.cos(angles), np.sin(angles)], 1)*scale).astype(np.float32)
@@ -220,3 +220,21 @@ def take_rows(tid, n, I, S):
     ld = (I[7] + 15)//16*16
     for t in range(t0, t1):
         for i in range(0, ld, 16): store(y, (t+shift)*ld + i, load_f32x16(x, idx[t]*ld + i))
+
+# %% ../nbs/15_ops.ipynb #deb8baea
+def join_heads_ref(a: np.ndarray, b: np.ndarray, n_head: int) -> np.ndarray: # [rows, n_head*A], [rows, n_head*B] -> [rows, n_head*(A + B)]
+    "Each head of `a` followed by the same head of `b`"
+    return np.concatenate([v.reshape(len(v), n_head, -1) for v in (a, b)], 2).reshape(len(a), -1)
+
+@cpu_op
+def join_heads(tid, n, I, S):
+    "words: y, a, b, n_head, width of a head of a, of b"
+    M = S[I[2]]; t0, t1, shift = op_rows(tid, n, M); sa, sb = own_row(tid, M, I, 1), own_row(tid, M, I, 2)
+    y, a, b, H, A, B = f32_at(I[4]), f32_at(I[5]), f32_at(I[6]), I[7], I[8], I[9]
+    la, lb, ly = (H*A + 15)//16*16, (H*B + 15)//16*16, (H*(A + B) + 15)//16*16
+    for t in range(t0, t1):
+        for h in range(H):
+            o, p, q = (t+shift)*ly + h*(A + B), (t+sa)*la + h*A, (t+sb)*lb + h*B
+            for i in range(A): y[o+i] = a[p+i]
+            for i in range(B): y[o+A+i] = b[q+i]
+        for i in range(H*(A + B), ly): y[(t+shift)*ly + i] = np.float32(0.)

@@ -6,7 +6,7 @@
 __all__ = ['STATE_SHAPES', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction',
            'CpuMatrix', 'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'state_shapes', 'CpuWeights']
 
-# %% ../nbs/29_recorder.ipynb #43862f4e
+# %% ../nbs/29_recorder.ipynb #e18fd4b5
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,19 +14,20 @@ from types import SimpleNamespace
 import numpy as np
 
 from .attention import attention_ref, attention_scratch_bytes
-from .config import ConvSpec, DeltaSpec, SSMSpec
+from .layers import ConvSpec, DeltaSpec, RouterSpec, SSMSpec
 from literate_engine.deltanet import (RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref, multiply_ref,
     short_conv_shapes)
 from .kvcache import KVCache
+from .linear import held_as
 from .linear_cpu import act_bytes, pad16
-from .linear_lowbit import LINEAR_FORMATS
+from .linear_lowbit import LINEAR_FORMATS, held_blocks
 from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
-    pack_experts, route_operands, route_ref, route_scratch_bytes)
-from .ops import ACTS, activate_ref, gated_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref
+    linear_heads_ref, pack_experts, route_operands, route_ref, route_scratch_bytes)
+from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref
 from .quants import QuantTensor
 from .ssm import (mamba1_scan_ref, mamba2_scan_ref, ssm_dt_ref, ssm_gate_ref, ssm_norm_gate_ref, ssm_shapes, take_columns_ref)
 
-# %% ../nbs/29_recorder.ipynb #bcf1d410
+# %% ../nbs/29_recorder.ipynb #a86e6460
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache, and its part of the recurrent states"
@@ -71,14 +72,17 @@ class ReferenceOps:
     def gated(self, act, gate, up): return gated_ref(act, gate, up)
     def activate(self, act, x): return activate_ref(act, x)
     def softcap(self, x, cap, scale=1.0): return softcap_ref(x, cap, scale)
+    def scale(self, x, scale): return softcap_ref(x, 0., scale)
     def take_rows(self, x, rows): return x[rows]
     def rope(self, x, positions, spec, head_dim, freq_factors=None):
         return rope_ref(x, positions, shared_table(self, spec, freq_factors), head_dim)
+    def join_heads(self, a, b, n_head): return join_heads_ref(a, b, n_head)
+    def linear_heads(self, x, w): return linear_heads_ref(x, w.values())
     def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
     def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.k, kv.v, batch, layer, sinks)
 
-def _route(self, logits, router, exp_probs_b=None, routes=None):
-    choices = choice_rows(*route_ref(logits, router, exp_probs_b))
+def _route(self, logits, router, exp_probs_b=None, expert_scale=None, routes=None):
+    choices = choice_rows(*route_ref(logits, router, exp_probs_b, expert_scale))
     if routes is not None: routes[:len(choices)] = choices                 # for whoever wants to know, after the step
     return choices
 
@@ -136,7 +140,7 @@ class Instruction:
 
     def reads(self): return [v for v, _, writes in self.access if not writes and isinstance(v, Value)]
 
-# %% ../nbs/29_recorder.ipynb #60234184
+# %% ../nbs/29_recorder.ipynb #e09a0136
 @dataclass
 class CpuMatrix:
     "A weight [n, k] packed for the CPU kernels"
@@ -173,15 +177,19 @@ class Recorder:
         return self.emit("add", Value(x.width, x.rows, "columns"), [x, y, x.width, float(scale)], [(x, "columns", False), (y, "columns", False)])
     def softcap(self, x, cap, scale=1.0):
         return self.emit("softcap", Value(x.width, x.rows, "columns"), [x, x.width, float(cap), float(scale)], [(x, "columns", False)])
+    def scale(self, x, scale): return self.softcap(x, 0., scale)
     def gated(self, act, gate, up):
         return self.emit("gated", Value(gate.width, gate.rows, "columns"), [gate, up, gate.width, ACTS[act]], [(gate, "columns", False), (up, "columns", False)])
+    def join_heads(self, a, b, n_head):
+        operands, access = [a, b, n_head, a.width//n_head, b.width//n_head], [(a, "rows", False), (b, "rows", False)]
+        return self.emit("join_heads", Value(a.width + b.width, a.rows, "rows"), operands, access)
     def take_rows(self, x, rows):
         return self.emit("take_rows", Value(x.width, "outputs", "rows"), [x, rows, x.width], [(x, "all", False)])
     def rope(self, x, positions, spec, head_dim, freq_factors=None):
         table = shared_table(self, spec, freq_factors)
         return self.emit("rope", Value(x.width, x.rows, "rows"), [x, positions, table, x.width, head_dim, spec.dim], [(x, "rows", False)])
 
-# %% ../nbs/29_recorder.ipynb #ac0d5c4f
+# %% ../nbs/29_recorder.ipynb #dccd735b
 def _quantized(self, x, act):
     "The quantised rows of `x`, made at their first use"
     if (x, act) not in self._quantized:
@@ -203,13 +211,20 @@ def _kv_store(self, kv, k, v, batch):
 def _attention(self, q, kv, batch, layer, sinks=None):
     operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.shape[1], layer.n_head, layer.n_head_kv,
                 layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks]
-    return self.emit(f"attention_{kv.cache.kv_type}", Value(layer.n_head*layer.head_dim_v, "tokens", "items"), operands, [(q, "all", False), (kv, "all", False)])
+    name = "attention" if kv.v.size else "latent_attention"                   # the cache keeps no values: they lie in the keys
+    return self.emit(f"{name}_{kv.cache.kv_type}", Value(layer.n_head*layer.head_dim_v, "tokens", "items"), operands, [(q, "all", False), (kv, "all", False)])
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
-# %% ../nbs/29_recorder.ipynb #d088fd79
-def _record_route(self, logits, router, exp_probs_b=None, routes=None):
-    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, trace=routes)]
+# %% ../nbs/29_recorder.ipynb #51393c5c
+def _record_linear_heads(self, x, w):
+    "Head h of a row times matrix h: a mixture in which every token visits all experts in their order, once for each of its pairs"
+    if w.n_expert not in self._quantized:
+        self._quantized[w.n_expert] = self.emit("every_expert", Value(choice_width(w.n_expert), x.rows, "rows"), [w.n_expert], [], source=False)
+    return self.experts(x, w, self._quantized[w.n_expert], RouterSpec(w.n_expert, w.n_expert), per_pair=True)
+
+def _record_route(self, logits, router, exp_probs_b=None, expert_scale=None, routes=None):
+    operands = [0 if a is None else a for a in route_operands(router, exp_probs_b, expert_scale, routes)]
     out = Value(choice_width(router.n_expert_used), logits.rows, "rows")
     return self.emit("route", out, [logits, *operands, "scratch", "scratch_bytes"], [(logits, "rows", False)])
 
@@ -235,7 +250,7 @@ def _record_combine_experts(self, x, choices, n, router):
 def _record_gate_rows(self, x, g):
     return self.emit("gate_rows", Value(x.width, x.rows, "columns"), [x, g, x.width], [(x, "columns", False), (g, "all", False)])
 
-for f in (_record_route, _record_experts, _record_expert_act, _record_combine_experts, _record_gate_rows): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
+for f in (_record_linear_heads, _record_route, _record_experts, _record_expert_act, _record_combine_experts, _record_gate_rows): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
 # %% ../nbs/29_recorder.ipynb #1728374a
 def _record_causal_conv(self, x, first, n_channels, w, bias, state, batch, silu=True):
@@ -282,7 +297,7 @@ def _record_ssm_norm_gate(self, y, z, first, w, eps):
 
 for f in (_record_ssm_dt, _record_take_columns, _record_multiply, _record_ssm_gate, _record_ssm_norm_gate): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #ade1bd88
+# %% ../nbs/29_recorder.ipynb #bae6aacf
 def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple of 64
     "Zeroed memory at a cache line's start"
     a = np.zeros(nbytes + 64, np.uint8)
@@ -296,11 +311,12 @@ class Vector(np.ndarray):
 
 def layer_scratch_bytes(layer, n_embd: int, num_tokens: int) -> int:
     "Scratch that the ops of a layer want for each thread, in steps of up to num_tokens"
-    r, s, need = layer.router, layer.state, attention_scratch_bytes(layer.head_dim_k, layer.head_dim_v) if layer.n_head_kv else 64
-    if isinstance(s, DeltaSpec): need = max(need, delta_scratch_bytes(s.head_dim_k, s.head_dim_v))
-    if r is None: return need
-    rows = 4*pad16(max(n_embd, layer.n_ff))                                                 # bytes of the widest activations
-    return max(need, route_scratch_bytes(r.n_expert), experts_scratch_bytes(num_tokens, r.n_expert, r.n_expert_used, rows))
+    r, s, needs = layer.router, layer.state, [attention_scratch_bytes(layer.head_dim_k, layer.head_dim_v) if layer.n_head_kv else 64]
+    row = lambda width: 4*pad16(width)                                                      # bytes of the widest activations
+    if layer.latent: needs.append(experts_scratch_bytes(num_tokens, layer.n_head, layer.n_head, row(max(layer.head_dim_v, layer.latent.dim_nope))))
+    if isinstance(s, DeltaSpec): needs.append(delta_scratch_bytes(s.head_dim_k, s.head_dim_v))
+    if r: needs += [route_scratch_bytes(r.n_expert), experts_scratch_bytes(num_tokens, r.n_expert, r.n_expert_used, row(max(n_embd, layer.n_ff)))]
+    return max(needs)
 
 STATE_SHAPES = {DeltaSpec: delta_shapes, SSMSpec: ssm_shapes, ConvSpec: short_conv_shapes}
 
@@ -321,13 +337,12 @@ class CpuWeights:
     def reserve(self, tensor: QuantTensor):
         "Space for a matrix, or for one of each expert, and a function that packs there (call it from any thread)"
         *n_expert, n, k = tensor.shape
-        name = tensor.type.name
-        if name not in LINEAR_FORMATS: self.notes[name] = f"{name} has no CPU kernel: its matrices are held as F32"
-        f = LINEAR_FORMATS.get(name, LINEAR_FORMATS["F32"])
+        name, f = tensor.type.name, LINEAR_FORMATS[held_as(tensor.type.name)]
+        if f.name != name: self.notes[name] = f"{name} has no kernel of its own: its values are held as {f.name}"
         self.ops.add(f"pack_{f.name}")
         data = self._take(f.packed_bytes(n, k)*math.prod(n_expert))
         def pack():
-            raw = tensor.raw if name in LINEAR_FORMATS else tensor.dequantize()
+            raw = held_blocks(tensor.raw, name)
             if n_expert: pack_experts(raw, f.name, *n_expert, n, k, data)
             else: f.pack(raw, n, k, data)
         return ExpertMatrix(f, data, *n_expert, n, k) if n_expert else CpuMatrix(f, data, n, k), pack

@@ -36,7 +36,7 @@ from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, Comple
                                       prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
-# %% ../nbs/51_server.ipynb #da2b2251
+# %% ../nbs/51_server.ipynb #67fe1e05
 @dataclass(frozen=True)
 class Limits:
     "What one request may ask of the server."
@@ -46,6 +46,7 @@ class Limits:
     choices: int = 128                   # prompts x n
     ping_seconds: float = 10.0           # a comment line after so much silence in a stream; negative: never
 
+# %% ../nbs/51_server.ipynb #be5eff17
 class Serving:
     "The engine (perhaps still loading), its public name, the limits."
     def __init__(self, engine, model_name: str | None = None, limits: Limits | None = None):
@@ -385,7 +386,7 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #ac06353d
+# %% ../nbs/51_server.ipynb #4271a9a2
 class _Server(uvicorn.Server):
     "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
     async def shutdown(self, sockets=None):
@@ -394,7 +395,7 @@ class _Server(uvicorn.Server):
 
 def _uvicorn(app) -> uvicorn.Server:
     return _Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, http="h11",
-                                         h11_max_incomplete_event_size=64 << 10, lifespan="off"))       # 64 KiB of headers
+                                  h11_max_incomplete_event_size=64 << 10, lifespan="off"))       # 64 KiB of headers
 
 def listen(host: str, port: int) -> socket.socket:
     "A listening socket; port 0 takes a free one. ValueError if the address is taken or not ours."

@@ -7,13 +7,13 @@ __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', '
            'u8_at', 'i8_at', 'i16_at', 'u16_at', 'i32_at', 'i64_at', 'Vec', 'word', 'load_f32x16', 'load_u8x64',
            'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16', 'store_i8', 'put_f16',
            'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin', 'vdiv',
-           'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'f16round', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma',
-           'tile_store', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'lookup',
-           'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32',
-           'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause',
-           'barrier']
+           'first_lanes', 'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma',
+           'tile_store', 'tile_add_sums', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
+           'tile_dot_i8', 'load_table', 'lookup', 'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x',
+           'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load',
+           'atomic_store', 'cpu_pause', 'barrier']
 
-# %% ../nbs/09_simd.ipynb #4cb72f40
+# %% ../nbs/09_simd.ipynb #bc7a34d5
 import inspect, operator, sys
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -24,7 +24,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, register_model
 from numba.np.arrayobj import populate_array
 
-from .native import FEATURES, ISA, choose_isa, jit
+from .native import FEATURES, ISA, jit
 
 # %% ../nbs/09_simd.ipynb #4abf496c
 I8, I16, I32, I64, F16, F32, F64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -155,7 +155,7 @@ def _operator(op, ints, floats=None):
 for _op, *_how in ((operator.and_, "and_"), (operator.or_, "or_"), (operator.xor, "xor"), (operator.rshift, "lshr"), (operator.lshift, "shl"),
                    (operator.add, "add", "fadd"), (operator.sub, "sub", "fsub"), (operator.mul, "mul", "fmul")): _operator(_op, *_how)
 
-# %% ../nbs/09_simd.ipynb #806d1d3e
+# %% ../nbs/09_simd.ipynb #abd9503a
 @word(f32x16)
 def f32v(b, s):
     "The number s in every lane."
@@ -196,8 +196,13 @@ def vmin(b, x, y):
 def vdiv(b, x, y):
     "x / y"
     return b.fdiv(x, y)
+@word(f32x16)
+def first_lanes(b, v, n):
+    "The first n lanes of v, zeros in the others."
+    lanes = ir.Constant(i32x16.ll, list(range(16)))
+    return b.select(b.icmp_signed("<", lanes, _splat(b, b.trunc(n, I32), i32x16.ll)), v, _all(f32x16.ll, 0.))
 
-# %% ../nbs/09_simd.ipynb #21caa53b
+# %% ../nbs/09_simd.ipynb #ed2e3f3b
 @word(types.float32)
 def hsum(b, v):
     "The sum of the 16 lanes, pairwise."
@@ -216,10 +221,6 @@ def pair_sums(b, v):
     total = lambda x: _call(b, "llvm.vector.reduce.add.v16i32", I32, x)
     lo = total(b.mul(v, ir.Constant(v.type, [1, 1, 0, 0]*4)))
     return b.or_(b.and_(lo, I32(0xffff)), b.shl(b.sub(total(v), lo), I32(16)))
-@word(types.float32)
-def f16round(b, s):
-    "A float32 rounded to float16 and back."
-    return b.fpext(b.fptrunc(s, F16), F32)
 
 # %% ../nbs/09_simd.ipynb #3aae83c9
 @word(f32x16)
@@ -238,7 +239,7 @@ def vexp(x):
     p = fma(fma(p, r, f32v(1.6666665459e-1)), r, f32v(5.0000001201e-1))
     return fma(p, r*r, r + f32v(1.))*pow2i(n)
 
-# %% ../nbs/09_simd.ipynb #f0e1f2f4
+# %% ../nbs/09_simd.ipynb #07d44fee
 def _tile_of(vt): return lambda T, *rest: types.UniTuple(vt, T.literal_value)
 def _zeros(T, vt): return [_all(vt.ll, 0)]*T.constant        # T arrives as an LLVM constant
 def _aligned_stack(b):
@@ -266,6 +267,18 @@ def tile_fma(b, acc, d, p, stride):
 def tile_store(b, p, stride, tile):
     "y[i + t*stride : +16] = tile[t]; arguments y, i, stride, tile."
     for t, v in enumerate(tile): _store(b, _step(b, p, stride, t), v)
+def _fold(b, x, y, n):
+    "In each run of 2n lanes: x's first n lanes plus its last n, then the same of y."
+    at = lambda half: [v*x.type.count + r + half*n + i for r in range(0, x.type.count, 2*n) for v in (0, 1) for i in range(n)]
+    pick = lambda half: b.shuffle_vector(x, y, ir.Constant(_vec(I32, x.type.count), at(half)))
+    return b.fadd(pick(0), pick(1))
+@word(types.void)
+def tile_add_sums(b, p, f, tile):
+    "Of six vectors: y[i+t] = y[i+t]*f[t] + the sum of tile[t]'s lanes for t < 3, and y[i+4+t] the same with lane 4+t of f and tile[3+t]. Arguments y, i, f, tile."
+    half = [b.fadd(_part(b, v, 0, 8), _part(b, v, 8, 8)) for v in tile]
+    r0, r1, r2 = (_fold(b, half[t], half[3+t], 4) for t in range(3))
+    sums = _fold(b, _fold(b, r0, r2, 2), _fold(b, r1, r1, 2), 1)
+    _store(b, p, b.fadd(b.fmul(_load(b, p, sums.type), _part(b, f, 0, 8)), sums))
 
 # %% ../nbs/09_simd.ipynb #92efcf37
 DOTS = i16x32 if ISA == "avx2" else i32x16             # what sums of byte products are held in during a block
@@ -361,18 +374,22 @@ def tile_dot_i8(b, dots, weights, p, stride, gap):
         dots = _dot_i8(b, dots, w, [b.bitcast(_bcast(b, _step(b, _step(b, p, gap, g), stride, t), i32x16), u8x64.ll) for t in range(len(dots))])
     return dots
 
-# %% ../nbs/09_simd.ipynb #ef0bdfb4
+# %% ../nbs/09_simd.ipynb #73dad9d5
+def _four_times(b, t): t = _join(b, t, t); return _join(b, t, t)
+@word(u8x64)
+def load_table(b, p):
+    "The 16 bytes from a[i] four times."
+    return _four_times(b, _load(b, p, _vec(I8, 16)))
 @word(u8x64)
 def lookup(b, codes, table):
-    "table[code] for 64 codes below 16; table: a tuple of 16 constants, bytes."
-    table = [b.trunc(e, I8) for e in table]                                # LLVM sees that these are constants, and makes one of their vector
-    if ISA == "generic": level = [_splat(b, e, u8x64.ll) for e in table]
-    else:
+    "table[code] for 64 codes below 16; table: a tuple of 16 constants, bytes, or what `load_table` returned."
+    if isinstance(table, list):                                            # LLVM sees that these are constants, and makes one of their vector
         t = ir.Constant(_vec(I8, 16), ir.Undefined)
-        for i, e in enumerate(table): t = b.insert_element(t, e, I32(i))
-        t = _join(b, t, t)
-        if ISA == "avx512": return _call(b, "llvm.x86.avx512.pshuf.b.512", u8x64.ll, _join(b, t, t), codes)
-        return _halves(b, lambda c: _call(b, "llvm.x86.avx2.pshuf.b", c.type, t, c), codes)
+        for i, e in enumerate(table): t = b.insert_element(t, b.trunc(e, I8), I32(i))
+        table = _four_times(b, t)
+    if ISA == "avx512": return _call(b, "llvm.x86.avx512.pshuf.b.512", u8x64.ll, table, codes)
+    if ISA != "generic": return _halves(b, lambda t, c: _call(b, "llvm.x86.avx2.pshuf.b", c.type, t, c), table, codes)
+    level = [_splat(b, b.extract_element(table, I32(i)), u8x64.ll) for i in range(16)]
     for bit in range(4):
         chosen = b.sub(_all(u8x64.ll, 0), b.and_(b.lshr(codes, _all(u8x64.ll, bit)), _all(u8x64.ll, 1)))        # 0 or -1
         level = [b.xor(x, b.and_(chosen, b.xor(x, y))) for x, y in zip(level[::2], level[1::2])]

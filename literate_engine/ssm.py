@@ -12,7 +12,7 @@ __all__ = ['ssm_shapes', 'softplus_ref', 'mamba1_ref', 'mamba2_ref', 'segment_su
 # %% ../nbs/23_ssm.ipynb #cb719ee5
 import numpy as np
 
-from .config import SSMSpec
+from .layers import SSMSpec
 from .deltanet import conv_state_shape
 from .linear_cpu import pad16
 from .ops import act16, norm_group, rms_norm_ref

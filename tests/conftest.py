@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: the real models (fetched when they can be), the repository's root, small GGUF files."""
+"""Fixtures shared by the tests: the repository's root and the real models, fetched when they can be."""
 import sys
 from pathlib import Path
 

@@ -71,7 +71,7 @@ def test_rope_base_of_the_file_wins_over_defaults(load):                        
     ({"llama.context_length": -1}, ["llama.context_length is -1"]),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ["llama.attention.layer_norm_rms_epsilon is nan"]),
     ({"llama.rope.scaling.type": "su"}, ["llama.rope.scaling.type is 'su'"]),
-    ({"general.architecture": "gemma4"}, ["'gemma4'", "near names: gemma3", "supported: cohere2, ernie4_5"]),
+    ({"general.architecture": "gemma5"}, ["'gemma5'", "near names: gemma", "supported: cohere2, deepseek2"]),
     ({"general.architecture": 7}, ["general.architecture is 7"]),
 ])
 def test_numbers_that_cannot_be(load, changes, words): refused(load, *words, changes=changes)

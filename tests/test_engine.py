@@ -43,7 +43,7 @@ def free(engine):
 def random_schedule(seed):
     rng = random.Random(seed)
     max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
-    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4), RecurrentState([(None, (1,))], max_num_seqs) if seed % 3 == 0 else None)
+    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4), RecurrentState([(None, (1,))], max_num_seqs) if seed % 4 > 1 else None)
     s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]), seed % 2 == 1)
     common = [rng.randrange(250) for _ in range(max_len)]
     slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}

@@ -85,7 +85,6 @@ def test_without_pip_python_brings_its_own(cache, index, monkeypatch):
 
 
 class Hub(BaseHTTPRequestHandler):
-    pause = 0.0
     def do_GET(self):
         self.server.asked.append((self.path, self.headers.get("Authorization")))
         if self.path.startswith("/moved"): return self.reply(302, b"", {"Location": self.path.replace("/moved", "/owner")})

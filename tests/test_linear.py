@@ -13,7 +13,7 @@ from literate_engine.quants import QUANT_TYPES, dequantize
 from literate_engine.cpu_ops import run_op
 from literate_engine.simd import FEATURES
 
-FORMATS = list(LINEAR_FORMATS)
+FORMATS = [f for f in LINEAR_FORMATS if f in QUANT_TYPES]            # CODED is not a type of file: test_formats.py
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()}   # where float16 scales stand; default: 0
 
 
@@ -155,3 +155,29 @@ def test_real_matrices(smollm2):
             x, W = rng.standard_normal((3, k)).astype(np.float32), pack(raw, fmt, n, k)
             close(linear_cpu(x, W, fmt, n), linear_int8_ref(x, np.array(raw), fmt))
             close(linear_cpu(x, W, fmt, n, exact=True), linear_ref(x, np.array(raw), fmt))
+
+
+COMPILE = """
+from numba import cfunc, types
+from literate_engine import linear_cpu as L, linear_lowbit
+from literate_engine.native import ISA
+from literate_engine.simd import f32_at, u8_at
+assert ISA == {isa!r}
+for fmt in {formats!r}:
+    f = L.LAYOUTS[fmt]; tile, rows = L._kernels(fmt)(f, L.TILE), L._rows_of(L.ACT_OF[fmt])[0]
+    def kernel(W, p, K, a, R, t, y, o, ldy): tile(u8_at(W), p, K, rows(a, K), R, t, f32_at(y), o, ldy)
+    code = cfunc(types.void(*[types.int64]*9), nopython=True)(kernel)._library.get_asm_str()
+    assert "vpdpbusd" in code and ("vpshufb" in code or fmt in ("Q2_K", "Q3_K")) and "vpmaddubsw" not in code and ("zmm" in code) == (ISA == "avx512"), fmt
+print("ok")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa, cpu", [("avx512", "icelake-server"), ("avxvnni", "alderlake")])
+def test_bodies_for_other_cpus_compile(isa, cpu, root, tmp_path):
+    "What cannot run here can be compiled here: each lookup is a byte shuffle, each product the instruction made for it."
+    import platform
+    if platform.machine() not in ("x86_64", "AMD64"): pytest.skip("not an x86 machine")
+    env = {**os.environ, "LITERATE_ISA": isa, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    r = subprocess.run([sys.executable, "-c", COMPILE.format(isa=isa, formats=["IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "CODED"])], env=env, capture_output=True, text=True, timeout=900)
+    assert r.returncode == 0 and r.stdout.startswith("ok"), r.stderr[-2000:]

@@ -763,11 +763,6 @@ def run(*args, **more):
     return subprocess.Popen([sys.executable, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], **more)
 
 
-def test_the_command_line_does_not_import_the_web_framework():
-    code = "import sys, literate_engine, literate_engine.cli; print([m for m in ('fastapi', 'uvicorn', 'jinja2') if m in sys.modules])"
-    assert run("-c", code).communicate(timeout=60)[0].strip() == "[]"
-
-
 def test_a_wrong_model_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"not a model at all, not at all")
     for model in (str(tmp_path / "bad.gguf"), "no-such-model"):

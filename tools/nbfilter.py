@@ -33,7 +33,7 @@ def show(nb):
 def stage(src, dst):
     src, dst = Path(src), Path(dst); shutil.rmtree(dst, ignore_errors=True); (dst / "nbs").mkdir(parents=True)
     for f in ("_quarto.yml", "index.qmd", "README.md", "site.css"): shutil.copy(src / f, dst / f)
-    q = dst / "_quarto.yml"; q.write_text("".join(l for l in q.read_text("utf-8").splitlines(True) if not re.match(r"\s+(ipynb-filters|grid):", l)), "utf-8")  # done here; done by site.css
+    q = dst / "_quarto.yml"; q.write_text("".join(l for l in q.read_text("utf-8").splitlines(True) if not re.match(r"\s+(ipynb-filters|grid):", l)), "utf-8")  # the filter has run; site.css has the grid
     for d in ("tools", "data"): shutil.copytree(src / d, dst / d, ignore=shutil.ignore_patterns("models", "*.gguf"))
     for p in (src / "nbs").glob("*.ipynb"):
         (dst / "nbs" / p.name).write_text(json.dumps(show(json.loads(p.read_text("utf-8"))), indent=1, ensure_ascii=False), "utf-8")
