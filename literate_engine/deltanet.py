@@ -10,7 +10,7 @@ __all__ = ['PANEL', 'FUSED', 'conv_state_shape', 'delta_shapes', 'gated_delta_ru
            'multiply_ref', 'multiply', 'short_conv_block', 'delta_scratch_bytes', 'gated_delta', 'gated_delta_cpu',
            'delta_block']
 
-# %% ../nbs/22_deltanet.ipynb #1949af65
+# %% ../nbs/22_deltanet.ipynb #83fd5064
 import math
 from types import SimpleNamespace
 

@@ -107,7 +107,7 @@ class BlockPool:
         assert all(r >= 0 for r in self.refs), "a block has a negative number of owners"
         assert sorted(free) == [i for i in range(1, self.num_blocks) if self.refs[i] == 0], "a block is neither free nor owned"
 
-# %% ../nbs/20_kvcache.ipynb #91ac4ba0
+# %% ../nbs/20_kvcache.ipynb #358ad855
 @dataclass(eq=False, slots=True)
 class CacheHandle:
     "What one sequence holds of the caches."
@@ -158,10 +158,15 @@ class CachePool(BlockPool):
     def rewind(self,
         handle: CacheHandle,
         num_tokens: int,  # that remain valid
-    ) -> int:  # tokens that the caches know now: num_tokens, or with states those of the newest checkpoint before it, or 0
-        "Take a sequence back; blocks past the tokens that remain are given back."
+    ) -> int:  # tokens that the caches know now, at most num_tokens: the next step starts there
+        "Take a sequence back, with states to its newest checkpoint; blocks past the tokens that remain are given back."
         if self.states is not None: num_tokens = self.states.rewind(handle.slot, num_tokens)
-        keep = blocks_needed(num_tokens)
+        whole, rest = divmod(num_tokens, BLOCK_SIZE)
+        if rest and self.refs[handle.block_ids[whole]] > 1:            # the rest of a block that others read must not be written anew
+            assert self.states is None, "blocks are shared in a model with states"
+            num_tokens, rest = whole*BLOCK_SIZE, 0
+        if rest: self._forget(handle.block_ids[whole])
+        keep = whole + (rest > 0)
         self.free(handle.block_ids[keep:][::-1])
         del handle.block_ids[keep:]
         return num_tokens
