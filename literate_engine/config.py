@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['QKV', 'HYBRID', 'ARCHITECTURES', 'ROUTERS', 'GATING_IDS', 'STATES', 'ModelConfig', 'Facts', 'Architecture',
-           'architecture', 'head_dims', 'window_dims', 'check_heads', 'latent_spec', 'attention_scale', 'windows',
-           'kv_sources', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec', 'expert_parts', 'vocab_sizes',
-           'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec', 'read_layers', 'fused', 'qk_norm',
-           'norm_epsilon', 'context_length', 'from_metadata', 'inventory', 'check_tensors']
+           'architecture', 'read_as', 'head_dims', 'window_dims', 'check_heads', 'latent_spec', 'attention_scale',
+           'windows', 'kv_sources', 'rope_base', 'rope_scaling', 'rope_specs', 'router_spec', 'expert_parts',
+           'vocab_sizes', 'recurrent_layers', 'ssm_spec', 'delta_spec', 'conv_spec', 'state_spec', 'read_layers',
+           'fused', 'qk_norm', 'norm_epsilon', 'context_length', 'from_metadata', 'inventory', 'check_tensors']
 
 # %% ../nbs/06_config.ipynb #8079623e
 import difflib
@@ -221,15 +221,26 @@ ARCHITECTURES = {
     "lfm2": Architecture(rope_layout="half", recurrent="short_conv", qk_norm="head", output_norm="token_embd_norm"),
 }
 
-# %% ../nbs/06_config.ipynb #bbcfdaa6
+# %% ../nbs/06_config.ipynb #57ddf3e6
 def architecture(
     arch: str,                        # general.architecture
+    metadata: Mapping = {},           # of the file, so that the error can say what a new row would have to bring
+    shapes: Mapping = {},
 ) -> Architecture:                    # GGUFError in one line for a name that is not in the table
     "The table's row for a name."
     if isinstance(arch, str) and arch in ARCHITECTURES: return ARCHITECTURES[arch]
     near = difflib.get_close_matches(str(arch), ARCHITECTURES, n=3, cutoff=0.5)
     hint = f"; near names: {', '.join(near)}" if near else ""
+    if near and shapes: hint += f"; {read_as(near[0], metadata, shapes)}"
     raise GGUFError(f"general.architecture is {_short(arch)}, which is not supported{hint} (supported: {', '.join(sorted(ARCHITECTURES))})")
+
+def read_as(near: str, metadata: Mapping, shapes: Mapping) -> str:
+    "What is missing for a file of an unknown architecture, if it is read by the rules of a known one."
+    arch = metadata["general.architecture"]
+    renamed = {(near + k[len(arch):] if k.startswith(f"{arch}.") else k): metadata[k] for k in metadata} | {"general.architecture": near}
+    try: check_tensors(from_metadata(renamed, shapes), shapes)
+    except GGUFError as e: return f"read as {near}: {e}"
+    return f"keys and tensors are those of {near}: what is missing is a row that says whether the rest is, too"
 
 # %% ../nbs/06_config.ipynb #ca608a19
 def head_dims(f: Facts, n_embd: int, n_head: int) -> tuple[int, int]:
@@ -480,7 +491,7 @@ def context_length(f: Facts, a: Architecture) -> int:
     f.notes.append(f"{f.key('context_length')} is {n_ctx}: limited to {a.n_ctx_most}, beyond which {f.arch} attends in chunks")
     return a.n_ctx_most
 
-# %% ../nbs/06_config.ipynb #06b1744b
+# %% ../nbs/06_config.ipynb #b7cf190a
 def from_metadata(
     metadata: Mapping,                # key -> value
     shapes: Mapping,                  # tensor name -> row-major shape
@@ -489,7 +500,7 @@ def from_metadata(
 ) -> ModelConfig:                     # GGUFError naming the key, the value and what was expected
     "A ModelConfig from what a file says and what its architecture's name implies."
     if "general.architecture" not in metadata: raise GGUFError("general.architecture is missing: not a model file")
-    a, f = architecture(metadata["general.architecture"]), Facts(metadata, shapes)
+    a, f = architecture(metadata["general.architecture"], metadata, shapes), Facts(metadata, shapes)
     n_embd = f.integer("embedding_length", high=2**20)
     n_block = f.integer("block_count", high=4096)
     n_extra = f.integer("nextn_predict_layers", 0, low=0, high=n_block - 1)

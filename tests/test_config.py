@@ -145,6 +145,16 @@ def test_tensors_missing_cut_or_unknown(load):
     refused(load, "blk.2.attn_norm.weight", tensors_=tensors() | layer(2))
 
 
+def test_an_unknown_architecture_is_told_what_is_missing():
+    with GGUFFile(fixture("qwen3.gguf")) as f:
+        metadata = {k.replace("qwen3.", "qwen4."): f.metadata[k] for k in f.metadata} | {"general.architecture": "qwen4"}
+        shapes = {name: tuple(t.shape) for name, t in f.tensors.items()}
+    for change, said in (({}, "keys and tensors are those of qwen3"), ({"blk.1.new.weight": (3, 4)}, "read as qwen3: tensor blk.1.new.weight (3, 4) is unknown")):
+        with pytest.raises(GGUFError, match="'qwen4', which is not supported; near names: qwen3") as e: from_metadata(metadata, shapes | change)
+        assert said in str(e.value) and "\n" not in str(e.value)
+    with pytest.raises(GGUFError, match="read as qwen3: qwen3.block_count is missing"): from_metadata({k: v for k, v in metadata.items() if "block_count" not in k}, shapes)
+
+
 def test_fixtures_of_other_engines():
     for name, n_layer, tied in (("llama", 3, False), ("llama3rope", 3, True), ("gemma3", 7, True)):
         with GGUFFile(fixture(f"{name}.gguf")) as f: c = ModelConfig.from_gguf(f)
