@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PANEL', 'FUSED', 'conv_state_shape', 'delta_shapes', 'gated_delta_rule_ref', 'gated_delta_rule_f64',
-           'unit_lower_inverse', 'decays', 'delta_chunk', 'gated_delta_rule_chunked', 'sigmoid', 'causal_conv_sequence',
+           'unit_lower_inverse', 'decays', 'delta_chunk', 'gated_delta_rule_chunked', 'causal_conv_sequence',
            'key_heads', 'split_ba', 'split_qkvz', 'delta_inputs', 'RecurrentState', 'pack_state', 'unpack_state',
            'causal_conv_ref', 'gated_delta_ref', 'causal_conv', 'conv_weights', 'causal_conv_cpu', 'short_conv_shapes',
            'multiply_ref', 'multiply', 'short_conv_block', 'delta_scratch_bytes', 'gated_delta', 'gated_delta_cpu',
@@ -19,6 +19,7 @@ import numpy as np
 from .layers import ConvSpec, DeltaSpec
 from .kvcache import BlockPool
 from .linear_cpu import pad16
+from .ops import sigmoid_ref
 from .cpu_ops import WORDS, call_share, columns, cpu_op, op_address, operand_word, own_row
 from .simd import f32_at, f32v, fma, hsum, i64_at, jit, load_f32x16, store, vdiv, vexp
 
@@ -92,10 +93,6 @@ def gated_delta_rule_chunked(q, k, v, g, beta, state=None, chunk: int = 64):
     return out, S
 
 # %% ../nbs/22_deltanet.ipynb #6cbe27ae
-def sigmoid(x):
-    "1 / (1 + exp(-x)), without overflow"
-    return (1 + np.tanh(x/2))/2
-
 def causal_conv_sequence(
     x: np.ndarray,  # [num_tokens, n_channels]
     w: np.ndarray,  # [n_channels, conv_kernel], as in the file: oldest first
@@ -106,7 +103,7 @@ def causal_conv_sequence(
     "Causal depthwise convolution of one sequence."
     window = np.concatenate([past, x])
     y = sum(window[j:j + len(x)]*w[:, j] for j in range(w.shape[1])) + (0 if bias is None else bias)
-    return y*sigmoid(y) if silu else y, window[len(x):]
+    return y*sigmoid_ref(y) if silu else y, window[len(x):]
 
 # %% ../nbs/22_deltanet.ipynb #977c4f7c
 def key_heads(
@@ -144,7 +141,7 @@ def delta_inputs(
     q, k, v = np.split(qkv, [key_width, 2*key_width], 1)
     unit = lambda x: (x/np.sqrt((x*x).sum(-1, keepdims=True) + 1e-6))[:, key_heads(spec)]
     q, k = (unit(x.reshape(T, spec.n_head_k, spec.head_dim_k)) for x in (q, k))
-    return q*spec.head_dim_k**-.5, k, v.reshape(T, spec.n_head_v, spec.head_dim_v), ssm_a*np.logaddexp(0, a + ssm_dt), sigmoid(b)
+    return q*spec.head_dim_k**-.5, k, v.reshape(T, spec.n_head_v, spec.head_dim_v), ssm_a*np.logaddexp(0, a + ssm_dt), sigmoid_ref(b)
 
 # %% ../nbs/22_deltanet.ipynb #b9dddb8e
 def _zeros(shape):

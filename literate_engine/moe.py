@@ -18,7 +18,7 @@ from .layers import GATINGS, RouterSpec
 from .linear_cpu import (ACT_OF, LAYOUTS, PLAIN, TILE, LinearFormat, _kernels, _rows_of, act_bytes, aligned_zeros, exact,
     group_bytes, pad16, q8_1_bytes, q8_1_row, q8_k_bytes, q8_k_row, quantize_q8_1, quantize_q8_k)
 from .linear_lowbit import LINEAR_FORMATS
-from .ops import act16, gated_ref, padded_rows
+from .ops import act16, gated_ref, padded_rows, sigmoid_ref
 from .cpu_ops import WORDS, call_share, columns, cpu_op, named, op_address, op_rows, operand_word, own_row
 from .simd import as_f64, f32_at, f32v, fma, hsum, i32_at, jit, load_f32x16, store, u8_at, vdiv, vexp, vmax, vmin
 
@@ -41,7 +41,7 @@ def route_ref(
 ) -> tuple[np.ndarray, np.ndarray]:            # experts [n, n_expert_used] int32, best first; weights, the same shape, float32
     "Which experts each token visits, and how much each counts."
     x = np.asarray(logits, np.float32)
-    probs = softmax(x) if spec.gating == "softmax" else 1/(1 + np.exp(-np.maximum(x, -87))) if spec.gating == "sigmoid" else x
+    probs = softmax(x) if spec.gating == "softmax" else sigmoid_ref(x) if spec.gating == "sigmoid" else x
     scores = probs if exp_probs_b is None else probs + exp_probs_b
     if spec.n_group > 1: scores = kept_groups(scores, spec)
     experts = best_first(scores, spec.n_expert_used)
@@ -70,7 +70,7 @@ def expert_act_ref(act: str, gate: np.ndarray | None, up: np.ndarray) -> np.ndar
     if act == "relu2": return np.maximum(up, 0)**2
     if act != "swiglu_oai": return gated_ref(act, gate, up)
     gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
-    return gate/(1 + np.exp(-ALPHA*gate))*(up + 1)
+    return gate*sigmoid_ref(ALPHA*gate)*(up + 1)
 
 # %% ../nbs/24_moe.ipynb #fbdc8e2c
 @dataclass

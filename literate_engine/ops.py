@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ACTS', 'padded_rows', 'rms_norm_ref', 'norm_group', 'rms_norm', 'layer_norm_ref', 'layer_norm', 'adjacent_to_half',
-           'rope_table', 'yarn_frequencies', 'rope_ref', 'rope', 'gated_ref', 'act16', 'gated', 'activate_ref',
-           'activate', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows', 'join_heads_ref', 'join_heads']
+           'rope_table', 'yarn_frequencies', 'rope_ref', 'rope', 'sigmoid_ref', 'gated_ref', 'act16', 'gated',
+           'activate_ref', 'activate', 'softcap_ref', 'add', 'add_bias', 'softcap', 'take_rows', 'join_heads_ref',
+           'join_heads']
 
 # %% ../nbs/15_ops.ipynb #3b588a3f
 import numpy as np
@@ -140,11 +141,15 @@ def rope(tid, n, I, S):
         for i in range(width, ld): y[(t+shift)*ld + i] = np.float32(0.)
 
 # %% ../nbs/15_ops.ipynb #a91c9aad
+def sigmoid_ref(x: np.ndarray) -> np.ndarray:
+    "1 / (1 + exp(-x))"
+    return 1/(1 + np.exp(-np.maximum(x, -87)))                     # below, exp would overflow, and the result is 0 in all its digits
+
 def gated_ref(act: str,        # "silu" | "gelu" | "relu2" | "sigmoid"
               gate: np.ndarray, up: np.ndarray) -> np.ndarray: # [rows, n_ff] float32 both
     "act(gate) * up"
-    if act == "sigmoid": return up/(1 + np.exp(-gate))
-    if act == "silu": return gate/(1 + np.exp(-gate))*up
+    if act == "sigmoid": return up*sigmoid_ref(gate)
+    if act == "silu": return gate*sigmoid_ref(gate)*up
     if act == "relu2": return np.maximum(gate, 0)**2*up
     return np.float32(.5)*gate*(1 + np.tanh(np.float32(0.7978845608)*(gate + np.float32(0.044715)*gate**3)))*up
 

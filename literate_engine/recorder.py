@@ -23,7 +23,7 @@ from .linear_cpu import act_bytes, pad16
 from .linear_lowbit import LINEAR_FORMATS, held_blocks
 from .moe import (EXPERT_ACTS, ExpertMatrix, choice_rows, choice_width, choices_of, expert_act_ref, expert_products_ref, experts_scratch_bytes,
     linear_heads_ref, pack_experts, route_operands, route_ref, route_scratch_bytes)
-from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, softcap_ref
+from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, padded_rows, rms_norm_ref, rope_ref, rope_table, sigmoid_ref, softcap_ref
 from .quants import QuantTensor
 from .ssm import (mamba1_scan_ref, mamba2_scan_ref, ssm_dt_ref, ssm_gate_ref, ssm_norm_gate_ref, ssm_shapes, take_columns_ref)
 
@@ -103,7 +103,7 @@ def _gate_pairs(self, x, choices, router):
     pairs = x.reshape(len(x), router.n_expert_used, -1)
     return (pairs*choices_of(choices, router.n_expert_used)[1][:, :, None]).reshape(x.shape)
 
-def _gate_rows(self, x, g): return x/(1 + np.exp(-g))
+def _gate_rows(self, x, g): return x*sigmoid_ref(g)
 
 for f in (_route, _experts, _expert_act, _combine_experts, _gate_pairs, _gate_rows): setattr(ReferenceOps, f.__name__[1:], f)
 

@@ -15,7 +15,7 @@ import numpy as np
 from .layers import SSMSpec
 from .deltanet import conv_state_shape
 from .linear_cpu import pad16
-from .ops import act16, norm_group, rms_norm_ref
+from .ops import act16, norm_group, rms_norm_ref, sigmoid_ref
 from .cpu_ops import columns, cpu_op, op_rows, own_row
 from .simd import as_f64, f32_at, f32v, fma, i64_at, jit, lane, load_f32x16, pow2i, prefetch, store, vabs, vdiv, vexp, vmax, vrint
 
@@ -102,7 +102,7 @@ def ssm_gate_ref(y: np.ndarray,          # [T, width] float32
                  first: int) -> np.ndarray:  # [T, width]; first: where the gate begins in a row of z
     "y * silu(z)"
     g = z[:, first:first + y.shape[1]]
-    with np.errstate(over="ignore"): return g/(1 + np.exp(-g))*y
+    return g*sigmoid_ref(g)*y
 
 def ssm_norm_gate_ref(y: np.ndarray, z: np.ndarray, first: int,
                       w: np.ndarray,     # [group_count, width/group_count]: ssm_norm
