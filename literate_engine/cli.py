@@ -86,7 +86,7 @@ def serve(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
 
-# %% ../nbs/61_cli.ipynb #3dd0c166
+# %% ../nbs/61_cli.ipynb #96e5d799
 def _llm(model: str, **options):
     "The engine with a model loaded."
     from literate_engine.core import find_model, without_gc
@@ -101,8 +101,8 @@ def _text(argument: str) -> str:
     if sys.stdin is None: raise ValueError("standard input is closed")
     return sys.stdin.read()
 
-def _stream(llm, token_ids: list[int], params) -> str:
-    "Print an answer as it comes and return it; an interrupt ends the answer and not the program."
+def _stream(llm, token_ids: list[int], params, goes_on: bool = False) -> str:
+    "Print an answer as it comes and return it; an interrupt ends the answer, and the program too unless it goes on."
     import queue
     heard, parts = queue.SimpleQueue(), []
     request_id = llm.engine.submit(token_ids, params, heard.put)
@@ -113,8 +113,11 @@ def _stream(llm, token_ids: list[int], params) -> str:
             print(step.text, end="", flush=True)
             if step.error: raise OSError(step.error)
             if step.finish_reason: break
-    except KeyboardInterrupt: llm.engine.abort(request_id)
-    print(flush=True)
+    except KeyboardInterrupt:
+        llm.engine.abort(request_id)
+        print(flush=True)
+        if not goes_on: raise
+    else: print(flush=True)
     return "".join(parts)
 
 # %% ../nbs/61_cli.ipynb #38924aac
@@ -141,7 +144,7 @@ def generate(
     _print_json({"text": out.text, "token_ids": list(out.token_ids), "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
                  "num_prompt_tokens": len(out.prompt_token_ids), "timing": out.timing})
 
-# %% ../nbs/61_cli.ipynb #3013c78c
+# %% ../nbs/61_cli.ipynb #6af16082
 @app.command()
 def chat(
     model: Model = "smollm2",
@@ -168,7 +171,7 @@ def chat(
             elif line.startswith("/") and " " not in line: print("end with Ctrl-D, start afresh with /new", file=sys.stderr)
             elif line:
                 asked = messages + [{"role": "user", "content": line}]
-                try: messages = asked + [{"role": "assistant", "content": _stream(llm, template.encode(llm.tokenizer, asked), params)}]
+                try: messages = asked + [{"role": "assistant", "content": _stream(llm, template.encode(llm.tokenizer, asked), params, goes_on=True)}]
                 except ValueError as e: print(f"not sent: {e}", file=sys.stderr)       # a bad line ends nothing
 
 def _ask() -> str | None:
@@ -197,7 +200,7 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #05613abd
+# %% ../nbs/61_cli.ipynb #8fcb5749
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter

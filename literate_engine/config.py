@@ -67,13 +67,13 @@ class ModelConfig:
         "GGUFError if a tensor of an open GGUFFile is missing, misshapen or unknown."
         check_tensors(self, {name: tuple(t.shape) for name, t in file.tensors.items()})
 
-# %% ../nbs/06_config.ipynb #146cc809
+# %% ../nbs/06_config.ipynb #ebd9fab8
 def _short(value):
     "A value as it fits into one line of a message."
     text = repr(value.tolist() if hasattr(value, "tolist") else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
-def _is_int(value): return hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_))
+def _is_int(value): return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | np.ndarray)
 
 # %% ../nbs/06_config.ipynb #96fcc9f7
 class Facts:

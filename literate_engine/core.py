@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOL', 'MODELS', 'DEFAULT_MODEL', 'in_checkout', 'cache_dir', 'data_dir', 'models_dir', 'fixture', 'without_gc',
-           'rel_err', 'assert_close', 'bench', 'ratio', 'num_cores', 'machine', 'save_bench', 'load_bench',
-           'peak_bandwidth', 'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
+           'rel_err', 'assert_close', 'bench', 'ratio', 'num_cores', 'physical_memory', 'machine', 'save_bench',
+           'load_bench', 'peak_bandwidth', 'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
 
 # %% ../nbs/00_core.ipynb #25ccee17
 import contextlib
@@ -135,7 +135,7 @@ def ratio(
     r = [x / y for x, y in zip(a, b)]
     return statistics.median(r), min(r), max(r)
 
-# %% ../nbs/00_core.ipynb #85c7f624
+# %% ../nbs/00_core.ipynb #a44e4c90
 def num_cores() -> int:
     "Physical cores this process may use: what heavy threads should number."
     logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -160,16 +160,19 @@ def _cpu_facts() -> tuple[str, list[str]]:
             if key.strip() in ("flags", "Features"): flags = set(value.split()); break
     return name, [w for w in wanted if w in flags]
 
+def physical_memory() -> int:
+    "Bytes of memory that this machine has; where that cannot be told, more than any."
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
+
 def machine() -> dict:  # all of it can be published: no host name, no path
     "What a measured number depends on: processor, cores, memory, system, versions."
     from importlib import metadata
     cpu, isa = _cpu_facts()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     versions = {"python": platform.python_version()}
     for name in ("literate_engine", "numpy", "numba", "llvmlite", "cupy-cuda13x", "xllamacpp"):
         with contextlib.suppress(metadata.PackageNotFoundError): versions[name] = metadata.version(name)
     return {"cpu": cpu, "isa": isa, "arch": platform.machine(), "cores": num_cores(), "logical": os.cpu_count(),
-            "memory_gib": round(memory / 2**30, 1), "system": platform.system(), "versions": versions}
+            "memory_gib": round(physical_memory() / 2**30, 1), "system": platform.system(), "versions": versions}
 
 # %% ../nbs/00_core.ipynb #4dc058f9
 def save_bench(
@@ -356,7 +359,7 @@ def _from_hub(hub: _Hub, part: Path) -> None:
     if sys.stderr.isatty(): print(file=sys.stderr)
     if size and got != size: raise FetchError(f"{name}: the connection closed after {got} of {size} bytes")
 
-# %% ../nbs/00_core.ipynb #f6b31dc1
+# %% ../nbs/00_core.ipynb #b410de66
 def model_path(
     name: str,  # a name in MODELS
     fetch: bool = False,  # fetch it when it is not here
@@ -384,6 +387,7 @@ def find_model(
     ref: str | Path,  # a path, a name in MODELS, or hf:owner/repo/file.gguf
 ) -> Path:
     "The file that `ref` means, fetched when it has to be."
+    if not isinstance(ref, str | Path) or not str(ref).strip(): raise ValueError(f"model is {ref!r}: expected a path, a known name or hf:owner/repo/file.gguf")
     path = Path(ref).expanduser()
     if path.exists(): return path
     if str(ref).startswith("hf:") or str(ref) in MODELS: return pull(str(ref))

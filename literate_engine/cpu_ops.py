@@ -42,14 +42,25 @@ def _define(name, body, module):
     exec(compile(f"def {name}(tid, n, I, S): _{name}(tid, n, I, S)", module.get("__file__", "<op>"), "exec"), module)
     return module[name]
 
-# %% ../nbs/10_cpu_ops.ipynb #c0d741a6
+# %% ../nbs/10_cpu_ops.ipynb #bdb00755
 class _OpCache(FunctionCache):
     "numba's cache, but reading from it does not load numba's whole type system first: machine code needs only the run time"
     def load_overload(self, sig, target_context):
         rtsys.initialize(target_context)
-        with self._guard_against_spurious_io_errors(): return self._load_overload(sig, target_context)
+        return self._try(self._load_overload, sig, target_context)
     def holds(self, sig, target_context) -> bool:
-        return self._index_key(sig, target_context.codegen()) in self._cache_file._load_index()
+        return bool(self._try(lambda: self._index_key(sig, target_context.codegen()) in self._cache_file._load_index()))
+    def save_overload(self, sig, data):
+        self._try(super().save_overload, sig, data)
+    def _try(self, f, *args):
+        "f's result; None, and a cache that is empty, if its files are damaged or cannot be written: then the op is compiled, as on a first start."
+        try: return f(*args)
+        except Exception as e:
+            _say_once(f"the cache of machine code in {self.cache_path} is of no use for {self._name.rsplit('.', 1)[-1]} ({type(e).__name__}: {e}); compiling")
+            with contextlib.suppress(Exception): self.flush()
+
+@functools.cache
+def _say_once(message): logging.getLogger("literate_engine").warning(message)
 
 def _new(f, sig=SIG) -> CFunc:
     "f, not yet compiled; with a cache, if f comes from a file"

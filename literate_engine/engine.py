@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'byte_tokenizer', 'EngineConf
            'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #3e131131
+# %% ../nbs/43_engine.ipynb #70598832
 import logging
 import os
 import queue
@@ -25,7 +25,7 @@ import numpy as np
 
 from .chat import ChatTemplate
 from .config import ModelConfig
-from .core import find_model, num_cores, without_gc
+from .core import find_model, num_cores, physical_memory, without_gc
 from .gguf import GGUFFile
 from .kvcache import BLOCK_SIZE, Batch, CachePool, blocks_needed, kv_bytes_per_block
 from .sampling import Sampler, SamplingParams, logprobs
@@ -38,7 +38,7 @@ def byte_tokenizer(end: int = 256) -> Tokenizer:
     return Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
                       "tokenizer.ggml.token_type": np.array([1]*256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": end})
 
-# %% ../nbs/43_engine.ipynb #ec12294c
+# %% ../nbs/43_engine.ipynb #2ff7c569
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
@@ -61,7 +61,7 @@ class EngineConfig:
     def __post_init__(self):
         for name, (now, later) in _CHOICES.items(): _check_choice(name, getattr(self, name), now, later)
         for name, (low, high) in _RANGES.items(): _check_range(name, getattr(self, name), low, high)
-        if self.rope_freq_base is not None and not 0 <= self.rope_freq_base < 1e12:
+        if self.rope_freq_base is not None and not (isinstance(self.rope_freq_base, int | float) and 0 <= self.rope_freq_base < 1e12):
             raise ValueError(f"rope_freq_base is {self.rope_freq_base!r}: expected a positive number, or 0 for the file's own")
         if self.kv_type_v not in (None, self.kv_type):
             raise ValueError(f"kv_type_v is {self.kv_type_v!r} and kv_type {self.kv_type!r}: different types are not supported yet")
@@ -84,24 +84,27 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/43_engine.ipynb #82ac5507
+# %% ../nbs/43_engine.ipynb #043aeb8a
 DEFAULT_KV_MEMORY = 2**30
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     "What will be in effect for this model; ValueError if the wishes contradict each other."
     device = "cpu" if config.device == "auto" else config.device
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or device == "ref" else "f16")
-    per_block, length = max(1, kv_bytes_per_block(model.kv_layers, kv_type)), config.max_model_len
+    per_block, length, memory = kv_bytes_per_block(model.kv_layers, kv_type), config.max_model_len, physical_memory()
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
-    if config.kv_memory: usable = config.kv_memory // per_block - 1                                          # without the null block
-    else: usable = max(min(DEFAULT_KV_MEMORY // per_block, config.max_num_seqs * blocks_needed(length or model.n_ctx)), blocks_needed(length or 1))
+    if config.kv_memory and config.kv_memory > memory: raise ValueError(f"kv_memory is {config.kv_memory}: this machine has {memory} bytes")
+    wanted = config.max_num_seqs * blocks_needed(length or model.n_ctx)
+    if not per_block: usable = wanted                                     # a model without attention keeps nothing in its blocks
+    elif config.kv_memory: usable = config.kv_memory // per_block - 1     # without the null block
+    else: usable = max(min(DEFAULT_KV_MEMORY // per_block, wanted), blocks_needed(length or 1))
     length = length or min(model.n_ctx, usable * BLOCK_SIZE)
     if blocks_needed(length) > usable or length < 1:
         need = (blocks_needed(max(length, 1)) + 1) * per_block
         raise ValueError(f"kv_memory is {config.kv_memory}: one request of max_model_len = {max(length, 1)} needs {need} bytes")
     caching = config.enable_prefix_caching and not any(layer.state for layer in model.layers)     # a recurrent state cannot begin in the middle
     return replace(config, device=device, enable_prefix_caching=caching, kv_type=kv_type, kv_type_v=kv_type, max_model_len=length,
-                   num_threads=config.num_threads or num_cores(), kv_memory=(usable + 1) * per_block, rope_freq_base=config.rope_freq_base or None)
+                   num_threads=config.num_threads or num_cores(), kv_memory=(usable + 1) * per_block or None, rope_freq_base=config.rope_freq_base or None)
 
 # %% ../nbs/43_engine.ipynb #bc597ee7
 @dataclass(slots=True)
@@ -440,7 +443,7 @@ def _abort(self, request_id: str) -> None:
 
 Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
 
-# %% ../nbs/43_engine.ipynb #00b0080e
+# %% ../nbs/43_engine.ipynb #a17ce52c
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -452,10 +455,12 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     config = resolve(config, model_config)
     as_configured = {k: getattr(config, k) for k in ("device", "activations", "kv_type", "num_threads", "max_model_len", "max_num_batched_tokens",
                                                      "kv_block_size", "rope_freq_base", "yarn_truncate")}
+    per_block = kv_bytes_per_block(model_config.kv_layers, config.kv_type)
+    num_kv_blocks = config.kv_memory // per_block if per_block else config.max_num_seqs*blocks_needed(config.max_model_len) + 1
     with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
         tokenizer = aside.submit(Tokenizer.from_gguf, file)
         model = Model(path, max_num_seqs=max(config.max_num_seqs, MIN_ROWS), progress=progress, **as_configured,
-                      num_kv_blocks=config.kv_memory // max(1, kv_bytes_per_block(model_config.kv_layers, config.kv_type)), num_state_slots=config.max_num_seqs)
+                      num_kv_blocks=num_kv_blocks, num_state_slots=config.max_num_seqs)
     try: tokenizer, template = tokenizer.result(), ChatTemplate.from_gguf(file, tokenizer.result())
     except ValueError: model.close(); raise
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")

@@ -126,13 +126,13 @@ def _show_progress(done, outputs):
 
 LLM._collect = _collect
 
-# %% ../nbs/44_llm.ipynb #b8e876b0
+# %% ../nbs/44_llm.ipynb #ba96d5c0
 def _as_list(prompts) -> list:
     "A list of prompts, whether one or several were given."
     if isinstance(prompts, str): return [prompts]
     if not isinstance(prompts, list | tuple | np.ndarray): raise ValueError(f"prompts: expected str, a list of token ids, or a list of these, got {type(prompts).__name__}")
     prompts = list(prompts)
-    return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
+    return [prompts] if prompts and all(hasattr(p, "__index__") and np.ndim(p) == 0 for p in prompts) else prompts
 
 # %% ../nbs/44_llm.ipynb #c815bc93
 def _logits(self, token_ids: list[int] | str) -> np.ndarray:      # [n_tokens, n_vocab] float32

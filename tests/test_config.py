@@ -200,3 +200,8 @@ def test_kinds_of_layers():
     assert {s.mixer for s in edited("falcon_h1").layers} == {"attention_and_mamba2"}
     turned = edited("granitehybrid", {"granitehybrid.rope.scaling.finetuned": True}).layers[2].rope
     assert edited("granitehybrid").layers[2].rope is None and turned.base == 10000
+
+
+def test_an_array_where_one_number_belongs(load):
+    refused(load, "llama.embedding_length is [32, 32]: expected an integer", changes={"llama.embedding_length": np.array([32, 32])})
+    refused(load, "llama.rope.freq_base is [1.0, 2.0]: expected a positive number", changes={"llama.rope.freq_base": np.array([1., 2.])})

@@ -417,3 +417,12 @@ def test_wishes_that_this_model_cannot_fulfil(smollm2):
     with pytest.raises(ValueError, match="max_model_len is 9000.*8192"): LLM(smollm2, max_model_len=9000)
     with pytest.raises(ValueError, match="kv_memory"): LLM(smollm2, max_model_len=4096, kv_memory=2**20)
     with pytest.raises(ValueError, match="no model"): LLM("not-here.gguf")
+
+
+def test_memory_that_is_not_there_and_models_without_keys():
+    with pytest.raises(ValueError, match="kv_memory is 1125899906842624: this machine has"): LLM(fixture("llama.gguf"), kv_memory=2**50)
+    with LLM(fixture("mamba.gguf"), kv_memory=2**26, max_model_len=256, max_num_seqs=2) as llm:
+        assert llm.engine.model.pool.num_blocks == 33 and len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    for bad in (None, 1, [], b"x", ""):
+        with pytest.raises(ValueError, match="model is"): LLM(bad)
+    with pytest.raises(ValueError, match="rope_freq_base"): EngineConfig(rope_freq_base="x")

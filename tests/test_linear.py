@@ -181,3 +181,17 @@ def test_bodies_for_other_cpus_compile(isa, cpu, root, tmp_path):
     env = {**os.environ, "LITERATE_ISA": isa, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
     r = subprocess.run([sys.executable, "-c", COMPILE.format(isa=isa, formats=["IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "CODED"])], env=env, capture_output=True, text=True, timeout=900)
     assert r.returncode == 0 and r.stdout.startswith("ok"), r.stderr[-2000:]
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "garbage", "index"])
+def test_a_damaged_cache_is_compiled_anew(damage, tmp_path, root):
+    "One op, compiled into a cache of its own, whose files are then damaged"
+    code = "from literate_engine import ops; from literate_engine.cpu_ops import compile_ops, op_address; compile_ops(['add']); assert op_address('add'); print('ok')"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    run = lambda: subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert run().stdout == "ok\n"
+    for p in tmp_path.rglob("*.nbi" if damage == "index" else "*.nbc"): p.write_bytes({"empty": b"", "short": p.read_bytes()[:100]}.get(damage, b"garbage"))
+    again = run()
+    assert again.stdout == "ok\n" and "is of no use for" in again.stderr and "Traceback" not in again.stderr, again.stderr
+    healed = run()
+    assert healed.stdout == "ok\n" and not healed.stderr
