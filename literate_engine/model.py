@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from .config import ModelConfig
+from .core import num_cores
 from .gguf import GGUFFile
 from .deltanet import FUSED, RecurrentState, delta_block, short_conv_block
 from .kvcache import Batch, CacheHandle, CachePool, KVCache
@@ -145,7 +146,7 @@ def forward(ops, config: ModelConfig, w, batch, cache):
     logits = ops.linear(x, w.output)
     return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
 
-# %% ../nbs/31_model.ipynb #381afb3b
+# %% ../nbs/31_model.ipynb #ca27ea24
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
             "rope_freqs", "attn_sinks", "routes", "ffn_gate_inp_bias", "exp_probs_b_bias", "ffn_gate_exps_bias", "ffn_up_exps_bias", "ffn_down_exps_bias",
             "ssm_norm", "ssm_dt_norm", "ffn_up_shexp_bias", "ffn_down_shexp_bias", "ffn_down_exps_scale")
@@ -257,7 +258,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #08c05e38
+# %% ../nbs/31_model.ipynb #36e5bf0b
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
@@ -293,7 +294,7 @@ class Model:
         self._open_trace()
         recorder = Recorder(self.max_model_len, self.activations)
         logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
-        compile_ops([*packed.ops, *(i.op for i in recorder.code)], num_threads)
+        compile_ops([*packed.ops, *(i.op for i in recorder.code)], num_cores())
         run_jobs(jobs, num_threads, progress)
         self.file.close()                                                         # every byte that is needed has been packed
         self.workers = Workers(num_threads)
