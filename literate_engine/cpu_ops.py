@@ -56,7 +56,7 @@ class _OpCache(FunctionCache):
         "f's result; None, and a cache that is empty, if its files are damaged or cannot be written: then the op is compiled, as on a first start."
         try: return f(*args)
         except Exception as e:
-            _say_once(f"the cache of machine code in {self.cache_path} is of no use for {self._name.rsplit('.', 1)[-1]} ({type(e).__name__}: {e}); compiling")
+            _say_once(f"the cache of machine code in {self.cache_path} is of no use ({type(e).__name__}: {e}); compiling")
             with contextlib.suppress(Exception): self.flush()
 
 @functools.cache
