@@ -74,10 +74,9 @@ def _compile(f, sig=SIG):
     c.compile()
     return c
 
-@functools.cache
 def _say_that_it_compiles():
     "The first start takes a while: one line for whoever waits"
-    logging.getLogger("literate_engine").warning("compiling kernels for this machine; kept for later starts (a few seconds for each number format)")
+    _say_once("compiling kernels for this machine; kept for later starts (a few seconds for each number format)")
 
 def _op(name: str):
     "The function of an op; built now, if it is one of a family"
