@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'log', 'MIN_ROWS', 'byte_tokenizer', 'EngineConf
            'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #70598832
+# %% ../nbs/43_engine.ipynb #2acd658c
 import logging
 import os
 import queue
@@ -27,7 +27,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .core import find_model, num_cores, physical_memory, without_gc
 from .gguf import GGUFFile
-from .kvcache import BLOCK_SIZE, Batch, CachePool, blocks_needed, kv_bytes_per_block
+from .kvcache import BLOCK_SIZE, KV_TYPES, Batch, CachePool, blocks_needed, kv_bytes_per_block
 from .sampling import Sampler, SamplingParams, logprobs
 from .scheduler import Request, Scheduler
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer, byte_alphabet
@@ -38,13 +38,13 @@ def byte_tokenizer(end: int = 256) -> Tokenizer:
     return Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
                       "tokenizer.ggml.token_type": np.array([1]*256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": end})
 
-# %% ../nbs/43_engine.ipynb #2ff7c569
+# %% ../nbs/43_engine.ipynb #ff338b1f
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
     device: str = "auto"                  # "auto" | "cpu" | "ref" (NumPy, slow, the truth)
     activations: str = "int8"             # "int8" | "float32" (exact mode, from the same packed weights)
-    kv_type: str | None = None            # keys and values in the cache: "f16" | "f32"
+    kv_type: str | None = None            # keys and values in the cache: "f16" | "q8_0" | "q4_0" | "f32"
     kv_type_v: str | None = None          # values alone, if they differ
     num_threads: int | None = None        # default: physical cores
     max_model_len: int | None = None      # longest prompt + output of one request
@@ -63,13 +63,13 @@ class EngineConfig:
         for name, (low, high) in _RANGES.items(): _check_range(name, getattr(self, name), low, high)
         if self.rope_freq_base is not None and not (isinstance(self.rope_freq_base, int | float) and 0 <= self.rope_freq_base < 1e12):
             raise ValueError(f"rope_freq_base is {self.rope_freq_base!r}: expected a positive number, or 0 for the file's own")
-        if self.kv_type_v not in (None, self.kv_type):
-            raise ValueError(f"kv_type_v is {self.kv_type_v!r} and kv_type {self.kv_type!r}: different types are not supported yet")
-        if self.activations == "float32" and self.kv_type == "f16": raise ValueError("kv_type is 'f16': activations 'float32', the exact mode, needs 'f32'")
+        for name in ("kv_type", "kv_type_v"):
+            if self.activations == "float32" and getattr(self, name) not in (None, "f32"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: activations 'float32', the exact mode, needs 'f32'")
 
-# %% ../nbs/43_engine.ipynb #b7ae6f16
-_CHOICES = {"device": (("auto", "cpu", "ref"), ("cuda",)), "activations": (("int8", "float32"), ()), "kv_type": ((None, "f16", "f32"), ("q8_0", "q4_0")),
-            "kv_type_v": ((None, "f16", "f32"), ("q8_0", "q4_0")), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((True, False), ()),
+# %% ../nbs/43_engine.ipynb #e6c6682d
+_CHOICES = {"device": (("auto", "cpu", "ref"), ("cuda",)), "activations": (("int8", "float32"), ()), "kv_type": ((None, *KV_TYPES), ()),
+            "kv_type_v": ((None, *KV_TYPES), ()), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((True, False), ()),
             "yarn_truncate": ((None, True, False), ())}
 _RANGES = {"num_threads": (1, max(8, os.cpu_count() or 1)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
            "max_num_waiting": (0, 10**6), "kv_memory": (1, 2**50), "seed": (0, 2**63 - 1)}
@@ -84,14 +84,15 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/43_engine.ipynb #043aeb8a
+# %% ../nbs/43_engine.ipynb #f00d92a9
 DEFAULT_KV_MEMORY = 2**30
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     "What will be in effect for this model; ValueError if the wishes contradict each other."
     device = "cpu" if config.device == "auto" else config.device
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or device == "ref" else "f16")
-    per_block, length, memory = kv_bytes_per_block(model.kv_layers, kv_type), config.max_model_len, physical_memory()
+    kv_type_v = config.kv_type_v or kv_type
+    per_block, length, memory = kv_bytes_per_block(model.kv_layers, kv_type, kv_type_v), config.max_model_len, physical_memory()
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     if config.kv_memory and config.kv_memory > memory: raise ValueError(f"kv_memory is {config.kv_memory}: this machine has {memory} bytes")
     wanted = config.max_num_seqs * blocks_needed(length or model.n_ctx)
@@ -103,7 +104,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         need = (blocks_needed(max(length, 1)) + 1) * per_block
         raise ValueError(f"kv_memory is {config.kv_memory}: one request of max_model_len = {max(length, 1)} needs {need} bytes")
     caching = config.enable_prefix_caching and not any(layer.state for layer in model.layers)     # a recurrent state cannot begin in the middle
-    return replace(config, device=device, enable_prefix_caching=caching, kv_type=kv_type, kv_type_v=kv_type, max_model_len=length,
+    return replace(config, device=device, enable_prefix_caching=caching, kv_type=kv_type, kv_type_v=kv_type_v, max_model_len=length,
                    num_threads=config.num_threads or num_cores(), kv_memory=(usable + 1) * per_block or None, rope_freq_base=config.rope_freq_base or None)
 
 # %% ../nbs/43_engine.ipynb #bc597ee7
@@ -443,7 +444,7 @@ def _abort(self, request_id: str) -> None:
 
 Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
 
-# %% ../nbs/43_engine.ipynb #a17ce52c
+# %% ../nbs/43_engine.ipynb #6f03c81e
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -453,9 +454,9 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     file = GGUFFile(path)
     model_config = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
     config = resolve(config, model_config)
-    as_configured = {k: getattr(config, k) for k in ("device", "activations", "kv_type", "num_threads", "max_model_len", "max_num_batched_tokens",
+    as_configured = {k: getattr(config, k) for k in ("device", "activations", "kv_type", "kv_type_v", "num_threads", "max_model_len", "max_num_batched_tokens",
                                                      "kv_block_size", "rope_freq_base", "yarn_truncate")}
-    per_block = kv_bytes_per_block(model_config.kv_layers, config.kv_type)
+    per_block = kv_bytes_per_block(model_config.kv_layers, config.kv_type, config.kv_type_v)
     num_kv_blocks = config.kv_memory // per_block if per_block else config.max_num_seqs*blocks_needed(config.max_model_len) + 1
     with ThreadPoolExecutor(1) as aside:              # building the tokenizer is Python, packing weights is not: the two overlap
         tokenizer = aside.submit(Tokenizer.from_gguf, file)

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['BLOCK_SIZE', 'KV_TYPES', 'blocks_needed', 'FreeQueue', 'BlockPool', 'CacheHandle', 'CachePool', 'block_keys',
-           'kv_bytes_per_block', 'num_blocks_for', 'KVCache', 'Batch']
+           'is_quantised', 'kv_row_bytes', 'kv_bytes_per_block', 'num_blocks_for', 'KVCache', 'Batch']
 
-# %% ../nbs/20_kvcache.ipynb #db6fe19c
+# %% ../nbs/20_kvcache.ipynb #27897b3e
 import hashlib
 import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from .quants import QUANT_TYPES
 
 # %% ../nbs/20_kvcache.ipynb #cacc8f69
 BLOCK_SIZE = 16        # positions of a KV block
@@ -184,47 +186,91 @@ def block_keys(
         keys.append(hashlib.sha256(before + np.asarray(token_ids[i*BLOCK_SIZE:(i + 1)*BLOCK_SIZE], "<i8").tobytes()).digest())
     return keys
 
-# %% ../nbs/20_kvcache.ipynb #4f63bfc1
-KV_TYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+# %% ../nbs/20_kvcache.ipynb #c1dfc0bd
+KV_TYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "q8_0": QUANT_TYPES["Q8_0"], "q4_0": QUANT_TYPES["Q4_0"]}
+_GROUP = 32            # numbers under one scale
 
-def _zeros(shape, dtype):
-    "A zeroed array on pages of its own, which the system provides one by one as they are first written."
-    n = int(np.prod(shape))
-    pages = mmap.mmap(-1, n*dtype.itemsize + 64)              # not np.zeros: it asks for huge pages, and a short text in a long cache would touch many of them
-    return np.frombuffer(pages, dtype, n).reshape(shape)
+def _groups(n: int) -> int: return -(-n // _GROUP)
+
+def is_quantised(kv_type: str) -> bool: return not isinstance(KV_TYPES[kv_type], np.dtype)
+
+def kv_row_bytes(
+    n: int,  # numbers of one head at one position
+    kv_type: str,  # a name in KV_TYPES
+) -> int:  # bytes
+    "Memory that a row of numbers takes in the cache."
+    if kv_type not in KV_TYPES: raise ValueError(f"kv_type is {kv_type!r}, expected one of {', '.join(KV_TYPES)}")
+    t = KV_TYPES[kv_type]
+    return _groups(n)*t.type_size if is_quantised(kv_type) else n*t.itemsize
 
 def kv_bytes_per_block(
     layer_specs,  # layers: each has n_head_kv, head_dim_k, head_dim_v
     kv_type: str = "f16",  # a name in KV_TYPES
+    kv_type_v: str | None = None,  # of the values, if they differ
 ) -> int:  # bytes
     "Memory that one block id stands for, over all layers."
-    if kv_type not in KV_TYPES: raise ValueError(f"kv_type is {kv_type!r}, expected one of {', '.join(KV_TYPES)}")
-    return sum(l.n_head_kv*(l.head_dim_k + l.head_dim_v) for l in layer_specs)*BLOCK_SIZE*KV_TYPES[kv_type].itemsize
+    return sum(l.n_head_kv*(kv_row_bytes(l.head_dim_k, kv_type) + kv_row_bytes(l.head_dim_v, kv_type_v or kv_type)) for l in layer_specs)*BLOCK_SIZE
 
 def num_blocks_for(
     layer_specs,  # layers
     kv_memory: int,  # bytes to spend
     kv_type: str = "f16",  # a name in KV_TYPES
+    kv_type_v: str | None = None,
 ) -> int:  # blocks, the null block among them
     "How many blocks fit into so much memory; ValueError if it is fewer than two."
-    n = kv_memory // max(1, kv_bytes_per_block(layer_specs, kv_type))
-    if n < 2: raise ValueError(f"kv_memory of {kv_memory} bytes holds {n} KV blocks of {kv_bytes_per_block(layer_specs, kv_type)} bytes, expected at least 2")
+    per_block = kv_bytes_per_block(layer_specs, kv_type, kv_type_v)
+    n = kv_memory // max(1, per_block)
+    if n < 2: raise ValueError(f"kv_memory of {kv_memory} bytes holds {n} KV blocks of {per_block} bytes, expected at least 2")
     return n
 
-# %% ../nbs/20_kvcache.ipynb #d8b8ac92
+def _zeros(shape, dtype):
+    "A zeroed array on pages of its own, which the system provides one by one as they are first written."
+    n = int(np.prod(shape))
+    pages = mmap.mmap(-1, n*dtype.itemsize + 128)             # not np.zeros: it asks for huge pages, and a short text in a long cache would touch many of them
+    return np.frombuffer(pages, dtype, n).reshape(shape)
+
+# %% ../nbs/20_kvcache.ipynb #bc4c9ffd
+def _parts(a, n, kv_type, keys):
+    "Views [block, head, position, ...] of an array of the cache, for rows of n numbers."
+    if not is_quantised(kv_type): return [a.swapaxes(2, 3) if keys else a]
+    end, lead = (kv_row_bytes(n, kv_type) - 2*_groups(n))*BLOCK_SIZE, a.shape[:2]
+    codes = a[..., :end].reshape(*lead, -1, BLOCK_SIZE).swapaxes(2, 3) if keys else a[..., :end].reshape(*lead, BLOCK_SIZE, -1)
+    return [codes, a[..., end:].reshape(*lead, _groups(n), BLOCK_SIZE, 2).swapaxes(2, 3)]
+
+def _encode(rows, kv_type):
+    "Rows [..., n] of numbers as parts."
+    if not is_quantised(kv_type): return [rows]
+    filled = np.zeros((*rows.shape[:-1], _groups(rows.shape[-1])*_GROUP), np.float32)
+    filled[..., :rows.shape[-1]] = rows
+    raw = KV_TYPES[kv_type].quantize_blocks(filled.reshape(-1, _GROUP)).reshape(*rows.shape[:-1], -1, KV_TYPES[kv_type].type_size)
+    return [raw[..., 2:].reshape(*rows.shape[:-1], -1), raw[..., :2]]
+
+def _decode(parts, n, kv_type):
+    "Parts as rows [..., n] of float32."
+    if not is_quantised(kv_type) or not n: return parts[0].astype(np.float32)
+    codes, scales = parts
+    raw = np.concatenate([scales, codes.reshape(*scales.shape[:-1], KV_TYPES[kv_type].type_size - 2)], -1)
+    return KV_TYPES[kv_type].dequantize_blocks(raw.reshape(-1, raw.shape[-1])).reshape(*codes.shape[:-1], -1)[..., :n]
+
+# %% ../nbs/20_kvcache.ipynb #5a1c0d7c
 class KVCache:
-    "Keys `k[layer]` [block, head_kv, head_dim_k, 16] and values `v[layer]` [block, head_kv, 16, head_dim_v] of every layer."
+    "Keys `k[layer]` and values `v[layer]` of every layer, axis 0 is the block: numbers [block, head_kv, head_dim_k, 16] and [block, head_kv, 16, head_dim_v], or bytes [block, head_kv, ...]."
     def __init__(self,
         layer_specs,  # layers: each has n_head_kv, head_dim_k, head_dim_v
         num_blocks: int,  # with the null block
         block_size: int = BLOCK_SIZE,  # positions of a block; the kernels know only 16
         kv_type: str = "f16",  # a name in KV_TYPES
+        kv_type_v: str | None = None,  # of the values, if they differ
     ):
         if block_size != BLOCK_SIZE: raise ValueError(f"kv_block_size is {block_size}, expected {BLOCK_SIZE}")
-        self.bytes_per_block = kv_bytes_per_block(layer_specs, kv_type)
-        self.num_blocks, self.block_size, self.kv_type, dtype = num_blocks, block_size, kv_type, KV_TYPES[kv_type]
-        self.k = [_zeros((num_blocks, l.n_head_kv, l.head_dim_k, block_size), dtype) for l in layer_specs]
-        self.v = [_zeros((num_blocks, l.n_head_kv, block_size, l.head_dim_v), dtype) for l in layer_specs]
+        self.kv_type, self.kv_type_v = kv_type, kv_type_v or kv_type
+        self.bytes_per_block = kv_bytes_per_block(layer_specs, kv_type, kv_type_v)
+        self.num_blocks, self.block_size, self.specs = num_blocks, block_size, list(layer_specs)
+        def array(l, t, n, shape):
+            if is_quantised(t): return _zeros((num_blocks, l.n_head_kv, kv_row_bytes(n, t)*BLOCK_SIZE), np.dtype(np.uint8))
+            return _zeros((num_blocks, l.n_head_kv, *shape), KV_TYPES[t])
+        self.k = [array(l, self.kv_type, l.head_dim_k, (l.head_dim_k, BLOCK_SIZE)) for l in self.specs]
+        self.v = [array(l, self.kv_type_v, l.head_dim_v, (BLOCK_SIZE, l.head_dim_v)) for l in self.specs]
 
     @property
     def nbytes(self) -> int: return sum(a.nbytes for a in self.k + self.v)
@@ -236,9 +282,10 @@ class KVCache:
         slot_mapping: np.ndarray,  # [n] int: block*16 + offset
     ) -> None:
         "Write the keys and values of n tokens into their slots."
-        K, V, (block, offset) = self.k[layer], self.v[layer], np.divmod(slot_mapping, self.block_size)
-        K[block, :, :, offset] = k[:, :K.shape[1]*K.shape[2]].reshape(len(k), *K.shape[1:3])
-        V[block, :, offset, :] = v[:, :V.shape[1]*V.shape[3]].reshape(len(v), V.shape[1], V.shape[3])
+        n_head, (block, offset) = self.specs[layer].n_head_kv, np.divmod(slot_mapping, self.block_size)
+        for x, (n, t, place) in zip((k, v), self._sides(layer)):
+            rows = x[:, :n_head*n].reshape(len(x), n_head, n)
+            for view, part in zip(place, _encode(rows, t)): view[block, :, offset] = part
 
     def gather(self,
         layer: int,  # which layer
@@ -248,7 +295,13 @@ class KVCache:
         "A sequence's keys and values in order, dense: the oracle of everything that reads through a block table."
         block, offset = np.divmod(np.arange(num_tokens), self.block_size)
         block = np.asarray(block_ids, np.int64)[block]
-        return self.k[layer][block, :, :, offset].astype(np.float32), self.v[layer][block, :, offset, :].astype(np.float32)
+        return tuple(_decode([view[block, :, offset] for view in place], n, t) for n, t, place in self._sides(layer))
+
+    def _sides(self, layer):
+        "(numbers of a row, type, parts of the array) of keys and of values"
+        l = self.specs[layer]
+        return [(l.head_dim_k, self.kv_type, _parts(self.k[layer], l.head_dim_k, self.kv_type, True)),
+                (l.head_dim_v, self.kv_type_v, _parts(self.v[layer], l.head_dim_v, self.kv_type_v, False))]
 
 # %% ../nbs/20_kvcache.ipynb #e74ff9bc
 def _check_range(what, values, end):

@@ -8,7 +8,7 @@ __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'TOP', 'FORMS', 'attention_blo
            'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'vectors',
            'row_orders', 'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #364d00f1
+# %% ../nbs/31_model.ipynb #78568b20
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -258,15 +258,15 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #36e5bf0b
+# %% ../nbs/31_model.ipynb #092182bc
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
-    def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str = "f16", num_threads: int = 1, max_model_len: int = 2048,
+    def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
                  num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,
                  trace: RoutingTrace | None = None, progress=None):
-        if activations == "float32" or device == "ref": kv_type = "f32"
-        self.device, self.activations, self.kv_type, self.max_model_len = device, activations, kv_type, max_model_len
+        kv_type = kv_type or ("f32" if activations == "float32" or device == "ref" else "f16")
+        self.device, self.activations, self.max_model_len = device, activations, max_model_len
         self.max_num_out, self.trace = max_num_seqs, trace
         blocks_per_seq = -(-max_model_len//kv_block_size)
         self.file = GGUFFile(path)
@@ -274,7 +274,7 @@ class Model:
         num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
         self.states = RecurrentState(shapes, num_state_slots or max_num_seqs) if any(shapes) else None
-        self.cache = KVCache(self.config.kv_layers, num_kv_blocks, kv_block_size, kv_type)
+        self.cache = KVCache(self.config.kv_layers, num_kv_blocks, kv_block_size, kv_type, kv_type_v)
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks, self.states.num_slots + 1 if self.states else 0)
         caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]
         self.layer_caches = [c if l.kv_from is None else caches[l.kv_from] for c, l in zip(caches, self.config.layers)]
@@ -298,7 +298,7 @@ class Model:
         run_jobs(jobs, num_threads, progress)
         self.file.close()                                                         # every byte that is needed has been packed
         self.workers = Workers(num_threads)
-        scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids)) for l in self.config.layers)
+        scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids), self.max_model_len) for l in self.config.layers)
         self.program = Program(recorder, logits, self.batch, self.workers, self.max_num_out, scratch)
 
     def forward(self, batch: Batch) -> np.ndarray: # [num_out, n_vocab] float32, valid until the next step

@@ -6,14 +6,14 @@
 __all__ = ['STATE_SHAPES', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction',
            'CpuMatrix', 'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'state_shapes', 'CpuWeights']
 
-# %% ../nbs/29_recorder.ipynb #e18fd4b5
+# %% ../nbs/29_recorder.ipynb #e2a098c1
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
-from .attention import attention_ref, attention_scratch_bytes
+from .attention import attention_ref, attention_scratch_bytes, head_bytes, op_name
 from .layers import ConvSpec, DeltaSpec, RouterSpec, SSMSpec
 from literate_engine.deltanet import (RecurrentState, causal_conv_ref, conv_weights, delta_scratch_bytes, delta_shapes, gated_delta_ref, multiply_ref,
     short_conv_shapes)
@@ -27,7 +27,7 @@ from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, 
 from .quants import QuantTensor
 from .ssm import (mamba1_scan_ref, mamba2_scan_ref, ssm_dt_ref, ssm_gate_ref, ssm_norm_gate_ref, ssm_shapes, take_columns_ref)
 
-# %% ../nbs/29_recorder.ipynb #a86e6460
+# %% ../nbs/29_recorder.ipynb #e70ab6b2
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache, and its part of the recurrent states"
@@ -35,9 +35,13 @@ class LayerCache:
     index: int
     states: RecurrentState | None = None
     @property
-    def k(self): return self.cache.k[self.index]      # [block, head_kv, head_dim_k, 16]
+    def k(self): return self.cache.k[self.index]
     @property
-    def v(self): return self.cache.v[self.index]      # [block, head_kv, 16, head_dim_v]
+    def v(self): return self.cache.v[self.index]
+    @property
+    def spec(self): return self.cache.specs[self.index]
+    @property
+    def head_bytes(self): return head_bytes(self.cache, self.index)
     @property
     def conv(self): return self.states.conv[self.index]      # [slot, conv_kernel-1, pad16(n_channels)]
     @property
@@ -79,7 +83,7 @@ class ReferenceOps:
     def join_heads(self, a, b, n_head): return join_heads_ref(a, b, n_head)
     def linear_heads(self, x, w): return linear_heads_ref(x, w.values())
     def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
-    def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.k, kv.v, batch, layer, sinks)
+    def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.cache, batch, kv.index, layer, sinks)
 
 def _route(self, logits, router, exp_probs_b=None, expert_scale=None, routes=None):
     choices = choice_rows(*route_ref(logits, router, exp_probs_b, expert_scale))
@@ -189,7 +193,7 @@ class Recorder:
         table = shared_table(self, spec, freq_factors)
         return self.emit("rope", Value(x.width, x.rows, "rows"), [x, positions, table, x.width, head_dim, spec.dim], [(x, "rows", False)])
 
-# %% ../nbs/29_recorder.ipynb #dccd735b
+# %% ../nbs/29_recorder.ipynb #40f1ed75
 def _quantized(self, x, act):
     "The quantised rows of `x`, made at their first use"
     if (x, act) not in self._quantized:
@@ -205,14 +209,17 @@ def _linear(self, x, w, bias=None):
     return y if bias is None else self.emit("add_bias", Value(w.n, x.rows, "columns"), [y, bias, w.n], [(y, "columns", False)])
 
 def _kv_store(self, kv, k, v, batch):
-    operands = [kv.k, kv.v, k, v, batch.slot_mapping, kv.k.shape[1], kv.k.shape[2], kv.v.shape[3]]
-    self.emit(f"kv_store_{kv.cache.kv_type}", None, operands, [(k, "all", False), (v, "all", False), (kv, "items", True)])
+    operands = [kv.k, kv.v, k, v, batch.slot_mapping, kv.spec.n_head_kv, kv.spec.head_dim_k, kv.spec.head_dim_v, *kv.head_bytes, "scratch", "scratch_bytes"]
+    self.emit(op_name("kv_store", kv.cache), None, operands, [(k, "all", False), (v, "all", False), (kv, "items", True)])
 
 def _attention(self, q, kv, batch, layer, sinks=None):
-    operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.shape[1], layer.n_head, layer.n_head_kv,
-                layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks]
-    name = "attention" if kv.v.size else "latent_attention"                   # the cache keeps no values: they lie in the keys
-    return self.emit(f"{name}_{kv.cache.kv_type}", Value(layer.n_head*layer.head_dim_v, "tokens", "items"), operands, [(q, "all", False), (kv, "all", False)])
+    (k_bytes, v_bytes), latent = kv.head_bytes, not kv.v.size                    # latent: the cache keeps no values, they lie in the keys
+    operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, k_bytes, batch.block_table, batch.block_table.shape[1], layer.n_head, layer.n_head_kv,
+                layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks, v_bytes]
+    name, out = op_name("latent_attention" if latent else "attention", kv.cache), Value(layer.n_head*layer.head_dim_v, "tokens", "items")
+    self.emit(name, out, operands, [(q, "all", False), (kv, "all", False)])
+    self.emit("merge_attention", None, [out, "scratch", "scratch_bytes", layer.head_dim_v, int(latent)], [(out, "items", True)], source=False)
+    return out
 
 Recorder.linear, Recorder.kv_store, Recorder.attention = _linear, _kv_store, _attention
 
@@ -297,7 +304,7 @@ def _record_ssm_norm_gate(self, y, z, first, w, eps):
 
 for f in (_record_ssm_dt, _record_take_columns, _record_multiply, _record_ssm_gate, _record_ssm_norm_gate): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #bae6aacf
+# %% ../nbs/29_recorder.ipynb #35e81e7f
 def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple of 64
     "Zeroed memory at a cache line's start"
     a = np.zeros(nbytes + 64, np.uint8)
@@ -309,9 +316,9 @@ class Vector(np.ndarray):
     group = 0
     def __array_finalize__(self, other): self.group = getattr(other, "group", 0)
 
-def layer_scratch_bytes(layer, n_embd: int, num_tokens: int) -> int:
+def layer_scratch_bytes(layer, n_embd: int, num_tokens: int, max_model_len: int) -> int:
     "Scratch that the ops of a layer want for each thread, in steps of up to num_tokens"
-    r, s, needs = layer.router, layer.state, [attention_scratch_bytes(layer.head_dim_k, layer.head_dim_v) if layer.n_head_kv else 64]
+    r, s, needs = layer.router, layer.state, [attention_scratch_bytes(layer.head_dim_k, layer.head_dim_v, max_model_len) if layer.n_head_kv else 64]
     row = lambda width: 4*pad16(width)                                                      # bytes of the widest activations
     if layer.latent: needs.append(experts_scratch_bytes(num_tokens, layer.n_head, layer.n_head, row(max(layer.head_dim_v, layer.latent.dim_nope))))
     if isinstance(s, DeltaSpec): needs.append(delta_scratch_bytes(s.head_dim_k, s.head_dim_v))

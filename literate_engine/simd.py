@@ -8,10 +8,10 @@ __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', '
            'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16', 'store_i8', 'put_f16',
            'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin', 'vdiv',
            'first_lanes', 'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma',
-           'tile_store', 'tile_add_sums', 'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8',
-           'tile_dot_i8', 'load_table', 'lookup', 'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x',
-           'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load',
-           'atomic_store', 'cpu_pause', 'barrier']
+           'tile_add_scaled', 'tile_store', 'tiles_store', 'tile_add_sums', 'tile_dots', 'tile_dot', 'tile_total',
+           'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'load_table', 'lookup', 'load_nibbles', 'load_e8m0x16',
+           'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs', 'prefetch_lines',
+           'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier']
 
 # %% ../nbs/09_simd.ipynb #bc7a34d5
 import inspect, operator, sys
@@ -239,7 +239,7 @@ def vexp(x):
     p = fma(fma(p, r, f32v(1.6666665459e-1)), r, f32v(5.0000001201e-1))
     return fma(p, r*r, r + f32v(1.))*pow2i(n)
 
-# %% ../nbs/09_simd.ipynb #07d44fee
+# %% ../nbs/09_simd.ipynb #b2959a31
 def _tile_of(vt): return lambda T, *rest: types.UniTuple(vt, T.literal_value)
 def _zeros(T, vt): return [_all(vt.ll, 0)]*T.constant        # T arrives as an LLVM constant
 def _aligned_stack(b):
@@ -261,12 +261,23 @@ def tile_i32(b, T):
     return _zeros(T, i32x16)
 @word("same")
 def tile_fma(b, acc, d, p, stride):
-    "acc[t] += d * x[i + t*stride]; arguments acc, d, x, i, stride."
-    return [_call(b, "llvm.fma.v16f32", f32x16.ll, d, _bcast(b, _step(b, p, stride, t), f32x16), a) for t, a in enumerate(acc)]
+    "acc[t] += d * x[i + t*stride]; arguments acc, d, x, i, stride. With a tuple of vectors d, acc is that many tiles: one for each."
+    ds = d if isinstance(d, list) else [d]; xs = [_bcast(b, _step(b, p, stride, t), f32x16) for t in range(len(acc)//len(ds))]
+    return [_call(b, "llvm.fma.v16f32", f32x16.ll, d, x, a) for (d, x), a in zip([(d, x) for d in ds for x in xs], acc)]
+@word("same")
+def tile_add_scaled(b, acc, tile, d):
+    "acc[t] += tile[t] * d; arguments acc, tile, d. With a tuple of vectors d, both are that many tiles."
+    ds = d if isinstance(d, list) else [d]
+    return [_call(b, "llvm.fma.v16f32", f32x16.ll, v, ds[i*len(ds)//len(acc)], a) for i, (a, v) in enumerate(zip(acc, tile))]
 @word(types.void)
 def tile_store(b, p, stride, tile):
     "y[i + t*stride : +16] = tile[t]; arguments y, i, stride, tile."
     for t, v in enumerate(tile): _store(b, _step(b, p, stride, t), v)
+@word(types.void)
+def tiles_store(b, p, stride, n, tile):
+    "Of n tiles: y[i + k*16 + t*stride : +16] = the t-th vector of tile k. Arguments y, i, stride, n, tiles."
+    T = len(tile)//n.constant
+    for j, v in enumerate(tile): _store(b, b.gep(_step(b, p, stride, j % T), [I64(j//T*16)], inbounds=True), v)
 def _fold(b, x, y, n):
     "In each run of 2n lanes: x's first n lanes plus its last n, then the same of y."
     at = lambda half: [v*x.type.count + r + half*n + i for r in range(0, x.type.count, 2*n) for v in (0, 1) for i in range(n)]

@@ -313,10 +313,10 @@ def test_prompt_logprobs_and_rows():
 
 
 @pytest.mark.parametrize("options, field", [
-    ({"device": "cuda"}, "device"), ({"activations": "int4"}, "activations"), ({"kv_type": "q4_0"}, "kv_type"), ({"num_threads": 0}, "num_threads"),
+    ({"device": "cuda"}, "device"), ({"activations": "int4"}, "activations"), ({"kv_type": "q5_0"}, "kv_type"), ({"num_threads": 0}, "num_threads"),
     ({"max_model_len": "8"}, "max_model_len"), ({"max_num_seqs": True}, "max_num_seqs"), ({"kv_memory": -1}, "kv_memory"), ({"seed": -1}, "seed"),
     ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"), ({"yarn_truncate": "no"}, "yarn_truncate"),
-    ({"kv_type": "f16", "kv_type_v": "f32"}, "kv_type_v"), ({"rope_freq_base": float("nan")}, "rope_freq_base")])
+    ({"activations": "float32", "kv_type_v": "q8_0"}, "kv_type_v"), ({"rope_freq_base": float("nan")}, "rope_freq_base")])
 def test_options_are_refused_by_name(options, field):
     with pytest.raises(ValueError, match=field): EngineConfig(**options)
 
