@@ -47,15 +47,15 @@ def attention_ref(
         out[rows] = np.einsum("hij,jhd->ihd", p/total, v).reshape(len(x), -1)
     return out
 
-# %% ../nbs/21_attention.ipynb #1bfe008f
+# %% ../nbs/21_attention.ipynb #eadb1554
 _CHUNK = 128                 # positions whose scores are held at once
 _LATENT_CHUNK = 256          # the same, where values are read from keys
 _PIECE = 512                 # positions that are summed up before anything is added to them
 _ROWS = 6                    # query rows of a tile
-_WIDE = 2 if ISA == "avx512" else 1          # vectors that share the numbers of the rows: 32 registers hold two tiles of six
+_TILES = ((3, 4), (4, 2), (6, 2)) if ISA == "avx512" else ((4, 1), (4, 1), (6, 1))       # for 3, 4 and 6 rows: rows of the loop, vectors at a time
 _ROW = 608                   # floats from one row of scratch to the next; the widest head
 _HALF = 304                  # in a row of scores: where the weights times scales lie
-_AHEAD = 2                   # blocks between a prefetch and its use
+_AHEAD = _CHUNK//16          # blocks between the prefetch of a key and its use: as many as a chunk has
 _NEVER = np.float32(-3e38)   # the score of a position that a row must not see
 
 _P = 0
@@ -89,7 +89,7 @@ def _hide(s, x, lo, hi, b0, b1, value):
     for p in range(min(lo, b1*16) - 16, b0*16 - 16, -16): store(s, x + p, value)
     for p in range(max(hi, b0*16), b1*16, 16): store(s, x + p, value)
 
-# %% ../nbs/21_attention.ipynb #0cd66e47
+# %% ../nbs/21_attention.ipynb #9ca76e37
 @jit
 def _cap_row(s, x, b0, b1, cap):
     "Scores of blocks b0..b1-1 become cap*tanh(score/cap); tanh(z) = 2/(1 + exp(-2z)) - 1."
@@ -98,16 +98,21 @@ def _cap_row(s, x, b0, b1, cap):
 @jit
 def _softmax_row(s, j, x, lo, hi, b0, b1, r):
     "Row j of a tile: scores of blocks b0..b1-1 become weights; the maximum and sum of record r move on."
-    _hide(s, x, lo, hi, b0, b1, f32v(_NEVER))
+    whole = lo <= b0*16 and hi >= b1*16
+    if not whole: _hide(s, x, lo, hi, b0, b1, f32v(_NEVER))
     top = load_f32x16(s, x + b0*16)
     for b in range(b0 + 1, b1): top = vmax(load_f32x16(s, x + b*16), top)
     old = s[r + j]
     new = max(old, hmax(top))
-    for b in range(b0, b1): store(s, x + b*16, vexp(load_f32x16(s, x + b*16) - f32v(new)))
-    _hide(s, x, lo, hi, b0, b1, f32v(0))
     fix = vexp(f32v(old - new))
     total = load_f32x16(s, r + _SUM + j*16)*fix
-    for b in range(b0, b1): total = total + load_f32x16(s, x + b*16)
+    for b in range(b0, b1):
+        e = vexp(load_f32x16(s, x + b*16) - f32v(new))
+        store(s, x + b*16, e)
+        if whole: total = total + e
+    if not whole:
+        _hide(s, x, lo, hi, b0, b1, f32v(0))
+        for b in range(b0, b1): total = total + load_f32x16(s, x + b*16)
     store(s, r + _SUM + j*16, total)
     store(s, _FIX + j*16, fix)
     s[r + j] = new
@@ -129,10 +134,10 @@ def _q4_values(a, p, j): return _q4(a, p + (j >> 1)*16, j & 1)
 # a type: vector j of the keys at byte p, vector j of a position's values, bytes of a vector, are there scales
 _TYPES = {"f32": (_f32, _f32, 64, False), "f16": (_f16, _f16, 32, False), "q8_0": (_q8, _q8, 16, True), "q4_0": (_q4_keys, _q4_values, 8, True)}
 
-# %% ../nbs/21_attention.ipynb #c174f213
-def _wide(load):
-    "(the places of _WIDE blocks, a vector of each, _WIDE neighbouring vectors of one place, a scale of each), as tuples"
-    if _WIDE == 1:
+# %% ../nbs/21_attention.ipynb #0448fb12
+def _wide(load, N):
+    "(the places of N blocks, a vector of each, N neighbouring vectors of one place, a scale of each), as tuples"
+    if N == 1:
         @jit
         def places(table, b, last, stride, offset): return (table[b]*stride + offset,)
         @jit
@@ -141,7 +146,7 @@ def _wide(load):
         def beside(a, p, j): return (load(a, p, j),)
         @jit
         def scales(a, p, j): return (load_f16x16(a, p[0] + j),)
-    else:
+    elif N == 2:
         @jit
         def places(table, b, last, stride, offset): return table[b]*stride + offset, table[min(b + 1, last)]*stride + offset
         @jit
@@ -150,35 +155,44 @@ def _wide(load):
         def beside(a, p, j): return load(a, p, j), load(a, p, j + 1)
         @jit
         def scales(a, p, j): return load_f16x16(a, p[0] + j), load_f16x16(a, p[1] + j)
+    else:
+        two_places, two_each, two_beside, two_scales = _wide(load, 2)
+        @jit
+        def places(table, b, last, stride, offset): return two_places(table, b, last, stride, offset) + two_places(table, min(b + 2, last), last, stride, offset)
+        @jit
+        def each(a, p, j): return two_each(a, p, j) + two_each(a, p[2:], j)
+        @jit
+        def beside(a, p, j): return two_beside(a, p, j) + two_beside(a, p, j + 2)
+        @jit
+        def scales(a, p, j): return two_scales(a, p, j) + two_scales(a, p[2:], j)
     return places, each, beside, scales
 
-def _scores(T, keys, vals):
-    "The loop over keys for T rows."
-    (load, _, size, scaled), v_size = keys, vals[2]
-    places, each, _, scales_of = _wide(load)
-    N, W = _WIDE, _WIDE*T
+def _scores(T, N, keys, vals):
+    "The loop over keys for T rows, N blocks at a time."
+    (load, _, _, scaled), v_size = keys, vals[2]
+    places, each, _, scales_of = _wide(load, N)
+    W = N*T
     @jit
-    def ask(a, p, at, size):
+    def ask(V, p, at):
         for i in range(N):
-            for x in range(0, 4*size, 64): prefetch(a, p[i] + at*size + x)
+            for x in range(0, 4*v_size, 64): prefetch(V, p[i] + at*v_size + x)
     @jit
     def scores(s, K, V, table, stride, offset, scales, v_stride, v_offset, D, b0, b1, last, x):
         for b in range(b0, b1, N):
-            p, ahead = places(table, b, last, stride, offset), places(table, min(b + _AHEAD, last), last, stride, offset)
-            v = places(table, b, last, v_stride, v_offset)
+            p, v = places(table, b, last, stride, offset), places(table, b, last, v_stride, v_offset)
             acc, total = tile_f32(W), tile_f32(W)
             for g in range(0, D, 32):
                 end = min(D, g + 32)
                 if scaled: acc = tile_f32(W)
                 for d in range(g, end - 3, 4):
-                    if T <= 4: ask(K, ahead, d, size); ask(V, v, d, v_size)
+                    if T <= 4: ask(V, v, d)
                     for i in range(d, d + 4): acc = tile_fma(acc, each(K, p, i), s, _Q + i, _ROW)
                 for d in range(end - end%4, end): acc = tile_fma(acc, each(K, p, d), s, _Q + d, _ROW)
                 if scaled: total = tile_add_scaled(total, acc, scales_of(K, p, scales + g))
             tiles_store(s, x + b*16, _ROW, N, total if scaled else acc)
     return scores
 
-# %% ../nbs/21_attention.ipynb #ff58fcf9
+# %% ../nbs/21_attention.ipynb #0aef65a4
 @jit
 def _weigh(s, A, table, stride, at, m, b0, b1, hi, x):
     "m rows of weights times the scales at byte `at` of each block, beside the weights."
@@ -186,20 +200,24 @@ def _weigh(s, A, table, stride, at, m, b0, b1, hi, x):
         scale = first_lanes(load_f16x16(A, table[b]*stride + at), hi - b*16)
         for j in range(m): store(s, x + _HALF + j*_ROW + b*16, load_f32x16(s, x + j*_ROW + b*16)*scale)
 
-def _values(T, vals):
-    "The loop over values for T rows."
+def _values(T, N, vals):
+    "The loop over values for T rows, N vectors of columns at a time; at most the 32 columns under one scale."
     _, load, _, scaled = vals
-    beside, N, W = _wide(load)[2], _WIDE, _WIDE*T
+    N = min(N, 2) if scaled else N
+    beside, W = _wide(load, N)[2], N*T
     @jit
-    def values(s, V, table, stride, offset, row, D, b0, b1, lo, hi, x, r):
+    def values(s, K, V, table, k_stride, k_head, k_bytes, stride, offset, row, D, b0, b1, lo, hi, last, x, r):
         for d in range(0, D, 16*N):
             acc, w = tile_f32(W), x
             if scaled:
                 w = x + _HALF
                 if d%32 == 0: _weigh(s, V, table, stride, offset + row*16 + d, T, b0, b1, hi, x)
             for b in range(b0, b1):
-                p = table[b]*stride + offset
-                for i in range(max(lo, b*16) - b*16, min(hi, b*16 + 16) - b*16): acc = tile_fma(acc, beside(V, p + i*row, d >> 4), s, w + b*16 + i, _ROW)
+                p, ahead = table[b]*stride + offset, table[min(b + _AHEAD, last)]*k_stride + k_head
+                for i in range(max(lo, b*16) - b*16, min(hi, b*16 + 16) - b*16):
+                    if T <= 4 and d == 0:
+                        for y in range(0, k_bytes >> 4, 64): prefetch(K, ahead + i*(k_bytes >> 4) + y)
+                    acc = tile_fma(acc, beside(V, p + i*row, d >> 4), s, w + b*16 + i, _ROW)
             tiles_store(s, _TMP, 16*N, N, acc)
             for j in range(T):
                 for k in range(0, min(16*N, _pad16(D) - d), 16):
@@ -299,11 +317,13 @@ def _add_records(s, total, other, r, m, Dv, latent):
         else: a, b = load_f32x16(s, _FIX + j*16), load_f32x16(s, _TMP + j*16)
         for d in range(y, y + rows*_pad16(Dv), 16): store(s, total + d, fma(load_f32x16(s, total + d), a, load_f32x16(other, r + d)*b))
 
-# %% ../nbs/21_attention.ipynb #a40c917d
+# %% ../nbs/21_attention.ipynb #d7f58d26
 def _piece(keys, vals, latent):
     "The walk of one tile over the positions lo..hi-1 of a piece, for one type of cache: fills record r."
-    scores4, scores6 = _scores(4, keys, vals), _scores(6, keys, vals)
-    values4, values6, latent_values = _values(4, vals), _values(6, vals), _latent_values(keys)
+    scores = {tile: _scores(*tile, keys, vals) for tile in dict.fromkeys(_TILES)}
+    values = {tile: _values(*tile, vals) for tile in dict.fromkeys(_TILES)}
+    (scores3, scores4, scores6), (values3, values4, values6) = ([f[tile] for tile in _TILES] for f in (scores, values))
+    latent_values = _latent_values(keys)
     CHUNK, k_scaled, v_scaled = _LATENT_CHUNK if latent else _CHUNK, keys[3], vals[3]
     @jit
     def piece(I, s, w, table, head, lo, hi, last, m, r):
@@ -315,13 +335,15 @@ def _piece(keys, vals, latent):
         for c in range(lo//CHUNK*CHUNK, hi, CHUNK):
             b0, b1, x = max(lo, c)//16, (min(hi, c + CHUNK) + 15)//16, _P + 16 - c
             if m > 4: scores6(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
-            else: scores4(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
+            elif m > 3: scores4(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
+            else: scores3(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
             if cap != 0:
                 for j in range(m): _cap_row(s, x + j*_ROW, b0, b1, cap)
             for j in range(m): _softmax_row(s, j, x + j*_ROW, _first_seen(w[j], window), w[j] + 1, b0, b1, r)
             if latent: latent_values(s, K, table, k_stride, k_head, k_scales, Dv, b0, b1, hi, x, m, r)
-            elif m > 4: values6(s, V, table, v_stride, v_head, row, Dv, b0, b1, lo, hi, x, r)
-            else: values4(s, V, table, v_stride, v_head, row, Dv, b0, b1, lo, hi, x, r)
+            elif m > 4: values6(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+            elif m > 3: values4(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+            else: values3(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
     return piece
 
 # %% ../nbs/21_attention.ipynb #ec883e66

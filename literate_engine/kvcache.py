@@ -186,7 +186,7 @@ def block_keys(
         keys.append(hashlib.sha256(before + np.asarray(token_ids[i*BLOCK_SIZE:(i + 1)*BLOCK_SIZE], "<i8").tobytes()).digest())
     return keys
 
-# %% ../nbs/20_kvcache.ipynb #c1dfc0bd
+# %% ../nbs/20_kvcache.ipynb #52307772
 KV_TYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "q8_0": QUANT_TYPES["Q8_0"], "q4_0": QUANT_TYPES["Q4_0"]}
 _GROUP = 32            # numbers under one scale
 
@@ -226,7 +226,7 @@ def num_blocks_for(
 def _zeros(shape, dtype):
     "A zeroed array on pages of its own, which the system provides one by one as they are first written."
     n = int(np.prod(shape))
-    pages = mmap.mmap(-1, n*dtype.itemsize + 128)             # not np.zeros: it asks for huge pages, and a short text in a long cache would touch many of them
+    pages = mmap.mmap(-1, n*dtype.itemsize + 256)             # not np.zeros: it asks for huge pages, and a short text in a long cache would touch many of them
     return np.frombuffer(pages, dtype, n).reshape(shape)
 
 # %% ../nbs/20_kvcache.ipynb #bc4c9ffd
