@@ -518,7 +518,7 @@ _PUT = {"f32": _put_numbers(store, 4), "f16": _put_numbers(put_f16, 2), "q8_0": 
 for _k in _PUT:
     for _v in _PUT: named(f"kv_store_{_k}" + (f"_{_v}" if _k != _v else ""), partial(_kv_store, _PUT[_k], _PUT[_v]), globals())
 
-# %% ../nbs/21_attention.ipynb #3f07cc8a
+# %% ../nbs/21_attention.ipynb #0a4f6ebc
 _C_OP = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 def _call(ops, batch, threads):
@@ -548,8 +548,9 @@ def attention_call(q, cache, batch, layer, spec, threads=1, sinks=None):
     operands = [out, padded_rows(q[:n, :spec.n_head*spec.head_dim_k]), cache.k[layer], cache.v[layer], batch.positions, batch.query_start_loc, k_bytes,
                 batch.block_table, batch.max_blocks_per_seq, spec.n_head, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v, spec.window or 0,
                 float(spec.attn_scale), scratch, nbytes, float(spec.softcap), 0 if sinks is None else sinks, v_bytes]
-    merge = "merge_attention", [out, scratch, nbytes, spec.head_dim_v, latent]
-    return _call([(op_name("latent_attention" if latent else "attention", cache), operands), merge], batch, threads), out
+    ops = [(op_name("latent_attention" if latent else "attention", cache), operands)]
+    if threads > 1: ops.append(("merge_attention", [out, scratch, nbytes, spec.head_dim_v, latent]))       # one thread leaves nothing to merge
+    return _call(ops, batch, threads), out
 
 # %% ../nbs/21_attention.ipynb #2a70fd2d
 def attention_cpu(
