@@ -251,13 +251,13 @@ def _read_facts(file) -> dict:
     if _checksum(facts, [(t.name, t.type.name, t.shape) for t in file.tensors.values()]) != facts["state.checksum"]: _refuse(file, None, "the header is damaged")
     return facts
 
-# %% ../nbs/33_hosttier.ipynb #9276ce09
+# %% ../nbs/33_hosttier.ipynb #b1002d2c
 def _check_identity(file, facts, identity, salt):
     "Is the file of this model, run in this way, under this salt?"
     for key, here in _described(identity).items():
         if facts[key] == here or key == "state.model_name": continue
         what = {"state.model": f"of another model ({facts['state.model_name'][:80]!r}; here it is {identity.name!r})",
-                "state.settings": f"computed with {facts[key][:200]}; here it is {here}"}.get(key, f"{key} is {facts[key][:80]}; here it is {here[:80]}")
+                "state.settings": f"computed with {facts[key][:200]!r}; here it is {here!r}"}.get(key, f"{key} is {facts[key][:80]!r}; here it is {here[:80]!r}")
         _refuse(file, None, what)
     if facts["state.salt"] != _salted(facts["state.salt"].partition(" ")[0], salt): _refuse(file, None, "saved under another cache_salt")
 

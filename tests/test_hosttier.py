@@ -112,8 +112,8 @@ def crafted(path, good, facts=(), parts=(), drop=(), sign=True):
     ({"state.num_blocks": 2**62}, "blocks"), ({"state.num_blocks": 0}, "parts"), ({"state.num_blocks": 1}, "blocks"), ({"state.num_blocks": -1}, "blocks"),
     ({"state.num_blocks": 2.0}, "state.num_blocks is of type"), ({"state.num_blocks": True}, "state.num_blocks is of type"), ({"state.version": 2}, "version 2"),
     ({"state.version": [1, 1]}, "version None"), ({"general.architecture": "llama"}, "'llama'"), ({"general.architecture": ["saved_state"]}, "None"),
-    ({"state.model": "0"*64}, "another model"), ({"state.settings": "activations = float32"}, "computed with"), ({"state.block": "24 bytes: <f4 6"}, "state.block"),
-    ({"state.slot": "20 bytes: <f8 5"}, "state.slot"), ({"state.salt": "x"*100000}, "cache_salt"), ({"state.salt": ""}, "cache_salt"), ({"more": 1}, "'more'"),
+    ({"state.model": "0"*64}, "another model"), ({"state.settings": "activations = \nfloat32"}, "computed with"), ({"state.block": "24 bytes: \n<f4 6"}, "state.block"),
+    ({"state.slot": "20 bytes: <f8 5"}, "state.slot"), ({"state.salt": "x"*100000}, "cache_salt"), ({"state.salt": ""}, "cache_salt"), ({"more": 1}, "'more'"), ({"more\n"*20: 1}, "more"),
     ({"state.model_name": "n"*100000 + "\n", "state.model": ""}, "another model"), ({"general.alignment": np.uint32(1 << 20)}, "general.alignment")])
 def test_crafted_headers(good, tmp_path, facts, contains):
     assert contains in refused(crafted(tmp_path/"s", good, facts))
