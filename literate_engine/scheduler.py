@@ -209,13 +209,12 @@ class Scheduler(Queues):
         if self.keeps_states: self.save_states(step)
         return step
 
-# %% ../nbs/41_scheduler.ipynb #aac26723
+# %% ../nbs/41_scheduler.ipynb #50f04f2d
 def _piece(self, request: Request, step: SchedulerOutput) -> int:
     "How many of its tokens a request computes in this step; at least one."
     n = min(request.num_new_tokens, self.long_prefill_token_threshold, 1 + step.spare_tokens)
     if request.all_rows: n = min(n, 1 + step.spare_rows)
-    if self.keeps_states: n = min(n, self.next_stop(request) - request.num_computed_tokens)
-    return n
+    return min(n, self.next_stop(request) - request.num_computed_tokens) if n > 1 and self.keeps_states else n
 
 def _has_place(self, step: SchedulerOutput) -> bool:
     "Could a step take in one more request?"
@@ -233,7 +232,7 @@ def _update(self, step: SchedulerOutput, sampled: dict) -> None:
 
 Scheduler.piece, Scheduler.has_place, Scheduler.update = _piece, _has_place, _update
 
-# %% ../nbs/41_scheduler.ipynb #bac8dc8f
+# %% ../nbs/41_scheduler.ipynb #346669f5
 def _next_stop(self, request: Request) -> int:
     "The next position, after the tokens that are computed, where a step should end so that the state there can be kept."
     done, interval = request.num_computed_tokens, self.state_checkpoint_interval
@@ -245,7 +244,7 @@ def _save_states(self, step: SchedulerOutput) -> None:
     "Put on the step's list the copies of states that are to be kept."
     for request, n in step.scheduled:
         end = request.num_computed_tokens + n
-        if end == self.next_stop(request) or end == request.num_tokens and end % BLOCK_SIZE == 0:
+        if end % BLOCK_SIZE == 0 and (end == request.num_tokens or end == self.next_stop(request)):
             step.after += self.pool.save(request.cache, request.keys_of(end)[-1], request.tail if end > request.num_prompt_tokens else None)
 
 Scheduler.next_stop, Scheduler.save_states = _next_stop, _save_states

@@ -457,13 +457,14 @@ def test_preempted_beside_aborted_ones(undisturbed):
     engine.stop()
 
 
+@pytest.mark.parametrize("activations", ["float32", "int8"])
 @pytest.mark.parametrize("name", ["qwen3next", "lfm2", "mamba2"])
-def test_states_are_found_again(name):                                                  # BC-084, BC-096, BC-098
+def test_states_are_found_again(name, activations):                                                  # BC-084, BC-096, BC-098
     "A short prompt twice, a conversation of three turns, an edit in the middle: each is a hit, and has the bits of a cold run"
     ids = (np.load(fixture(f"{name}.npz"))["p1_ids"].tolist()*4)[:140]
     params = SamplingParams(max_tokens=18, logprobs=2, ignore_eos=True)
     def answers(caching):
-        with fixture_llm(name, enable_prefix_caching=caching, max_model_len=256) as llm:
+        with fixture_llm(name, activations=activations, enable_prefix_caching=caching, max_model_len=256) as llm:
             out = [llm.generate(ids[:60], params)[0] for _ in range(2)]
             text = ids[:60]
             for turn in range(3):
