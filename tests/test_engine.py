@@ -485,6 +485,13 @@ def test_copies_of_states_never_take_a_place():
         assert [llm.generate([9]*40, SamplingParams(max_tokens=5))[0].num_cached_tokens for _ in range(2)] == [0, 32]        # a place that nobody needs keeps one
 
 
+def test_a_long_answer_keeps_one_copy_of_its_state():
+    with fixture_llm("lfm2") as llm:
+        [o] = llm.generate([5]*40, SamplingParams(max_tokens=100, ignore_eos=True))
+        pool = llm.engine.model.pool
+        assert [(i + 1)*BLOCK_SIZE for i, key in enumerate(block_keys([5]*40 + o.token_ids)) if pool.states.pool.find([key])] == [32, 128]
+
+
 def test_an_urgent_request_goes_first():
     engine, outs = make(max_num_seqs=1), queue.SimpleQueue()
     for name, priority in (("a", 0), ("b", 1), ("c", -1)): engine.submit([1, 2], SamplingParams(max_tokens=2, ignore_eos=True), outs.put, request_id=name, priority=priority)
