@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['PANEL', 'FUSED', 'conv_state_shape', 'delta_shapes', 'gated_delta_rule_ref', 'gated_delta_rule_f64',
            'unit_lower_inverse', 'decays', 'delta_chunk', 'gated_delta_rule_chunked', 'causal_conv_sequence',
-           'key_heads', 'split_ba', 'split_qkvz', 'delta_inputs', 'RecurrentState', 'pack_state', 'unpack_state',
-           'causal_conv_ref', 'gated_delta_ref', 'causal_conv', 'conv_weights', 'causal_conv_cpu', 'short_conv_shapes',
-           'multiply_ref', 'multiply', 'short_conv_block', 'delta_scratch_bytes', 'gated_delta', 'gated_delta_cpu',
-           'delta_block']
+           'key_heads', 'split_ba', 'split_qkvz', 'delta_inputs', 'state_bytes', 'RecurrentState', 'pack_state',
+           'unpack_state', 'causal_conv_ref', 'gated_delta_ref', 'causal_conv', 'conv_weights', 'causal_conv_cpu',
+           'short_conv_shapes', 'multiply_ref', 'multiply', 'short_conv_block', 'delta_scratch_bytes', 'gated_delta',
+           'gated_delta_cpu', 'delta_block']
 
-# %% ../nbs/22_deltanet.ipynb #83fd5064
+# %% ../nbs/22_deltanet.ipynb #291bc408
 import math
 from types import SimpleNamespace
 
@@ -92,7 +92,7 @@ def gated_delta_rule_chunked(q, k, v, g, beta, state=None, chunk: int = 64):
         out[i:i + chunk] = o.swapaxes(0, 1)
     return out, S
 
-# %% ../nbs/22_deltanet.ipynb #6cbe27ae
+# %% ../nbs/22_deltanet.ipynb #2651884e
 def causal_conv_sequence(
     x: np.ndarray,  # [num_tokens, n_channels]
     w: np.ndarray,  # [n_channels, conv_kernel], as in the file: oldest first
@@ -127,7 +127,7 @@ def split_qkvz(spec: DeltaSpec) -> dict: # name -> rows of `ssm_in`, in order
 
 FUSED = {"ssm_ba": split_ba, "ssm_in": split_qkvz}
 
-# %% ../nbs/22_deltanet.ipynb #60af5569
+# %% ../nbs/22_deltanet.ipynb #183692fc
 def delta_inputs(
     qkv: np.ndarray,  # [num_tokens, n_channels] after the convolution
     b: np.ndarray,  # [num_tokens, n_head_v]: ssm_beta x
@@ -150,23 +150,27 @@ def _zeros(shape):
     start = -raw.ctypes.data % 64//4
     return raw[start:start + int(np.prod(shape))].reshape(shape)
 
-# %% ../nbs/22_deltanet.ipynb #c3405679
+# %% ../nbs/22_deltanet.ipynb #09510be5
+def state_bytes(
+    shapes,  # as for RecurrentState
+) -> int:  # bytes
+    "Memory of one slot, over all layers."
+    return sum(4*math.prod(shape) for pair in shapes for shape in pair or () if shape is not None)
+
 class RecurrentState:
     "Convolution and recurrent state of every layer. `conv[layer]` and `ssm[layer]`: [slot, ...] float32, or None where the layer has none."
     def __init__(self,
         shapes,  # for each layer (shape of a slot's conv state or None, shape of its recurrent state or None), or None
-        num_slots: int,  # for requests and checkpoints together
+        num_slots: int,  # for requests and copies together
     ):
         if num_slots < 1: raise ValueError(f"num_slots is {num_slots}, expected at least 1")
-        self.pool, self.num_slots = BlockPool(num_slots + 1), num_slots
+        self.pool, self.num_slots, self.bytes_per_slot = BlockPool(num_slots + 1), num_slots, state_bytes(shapes)
         make = lambda shape: None if shape is None else _zeros((num_slots + 1, *shape))
         self.conv, self.ssm = zip(*((make(conv), make(state)) for conv, state in (s or (None, None) for s in shapes)))
         self.checkpoints: dict[int, list[tuple[int, int]]] = {}         # slot of a request -> (num_tokens, slot of the copy), in order
 
     @property
     def num_free(self) -> int: return self.pool.num_free
-    @property
-    def bytes_per_slot(self) -> int: return sum(a[0].nbytes for a in self.conv + self.ssm if a is not None)
 
     def layer(self, i: int) -> SimpleNamespace:
         "What layer i's mixer is given: .conv and .ssm, arrays [slot, ...]"
@@ -183,8 +187,9 @@ class RecurrentState:
         "Give back a request's slot and its checkpoints."
         self.pool.free([slot, *(c for _, c in self.checkpoints.pop(slot))])
 
-# %% ../nbs/22_deltanet.ipynb #3e129dfe
-def _copy(self, source, target):
+# %% ../nbs/22_deltanet.ipynb #0453ab97
+def _copy(self, source: int, target: int) -> None:
+    "Copy a slot's states of all layers."
     for a in self.conv + self.ssm:
         if a is not None: a[target] = a[source]
 
@@ -197,7 +202,7 @@ def _checkpoint(self,
     assert num_tokens > (kept[-1][0] if kept else 0), f"checkpoint at {num_tokens} tokens after one at {kept[-1][0] if kept else 0}"
     ids = self.pool.allocate(1)
     if ids is None: return None
-    _copy(self, slot, ids[0])
+    self.copy(slot, ids[0])
     kept.append((num_tokens, ids[0]))
     return ids[0]
 
@@ -207,7 +212,7 @@ def _restore(self,
 ) -> None:
     "Put a copy back. The checkpoint remains."
     assert slot in self.checkpoints and self.pool.refs[checkpoint] > 0, f"restoring {checkpoint} into {slot}: not a slot and a checkpoint"
-    _copy(self, checkpoint, slot)
+    self.copy(checkpoint, slot)
 
 def _rewind(self,
     slot: int,  # a request's slot
@@ -220,7 +225,7 @@ def _rewind(self,
     self.restore(slot, kept[-1][1])
     return kept[-1][0]
 
-RecurrentState.checkpoint, RecurrentState.restore, RecurrentState.rewind = _checkpoint, _restore, _rewind
+RecurrentState.copy, RecurrentState.checkpoint, RecurrentState.restore, RecurrentState.rewind = _copy, _checkpoint, _restore, _rewind
 
 # %% ../nbs/22_deltanet.ipynb #07b3fdfc
 def _check_integrity(self) -> None:

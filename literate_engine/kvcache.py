@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['BLOCK_SIZE', 'KV_TYPES', 'blocks_needed', 'FreeQueue', 'BlockPool', 'CacheHandle', 'CachePool', 'block_keys',
-           'is_quantised', 'kv_row_bytes', 'kv_bytes_per_block', 'num_blocks_for', 'KVCache', 'Batch']
+           'Transfer', 'is_quantised', 'kv_row_bytes', 'kv_bytes_per_block', 'num_blocks_for', 'KVCache', 'Batch']
 
-# %% ../nbs/20_kvcache.ipynb #27897b3e
+# %% ../nbs/20_kvcache.ipynb #151d2bcf
 import hashlib
 import mmap
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def blocks_needed(
     "How many blocks a sequence of so many tokens occupies."
     return -(-num_tokens // BLOCK_SIZE)
 
-# %% ../nbs/20_kvcache.ipynb #8517f723
+# %% ../nbs/20_kvcache.ipynb #5508f2cd
 class FreeQueue:
     "Block ids in the order in which they will be handed out; any of them can leave. 0 marks both ends."
     def __init__(self, n: int):  # ids 1 .. n-1
@@ -33,9 +34,9 @@ class FreeQueue:
     def __iter__(self):
         i = 0
         while i := self.after[i]: yield i
-    def append(self, i: int) -> None:
-        last = self.before[0]
-        self.after[last], self.before[i], self.after[i], self.before[0] = i, last, 0, i
+    def append(self, i: int, first: bool = False) -> None:
+        a, b = (0, self.after[0]) if first else (self.before[0], 0)
+        self.after[a], self.before[i], self.after[i], self.before[b] = i, a, b, i
         self._len += 1
     def remove(self, i: int) -> None:
         a, b = self.before[i], self.after[i]
@@ -45,7 +46,7 @@ class FreeQueue:
         self.remove(i := self.after[0])
         return i
 
-# %% ../nbs/20_kvcache.ipynb #f40e4dad
+# %% ../nbs/20_kvcache.ipynb #34817a02
 class BlockPool:
     "Ids of KV blocks: which are free, and how many owners the others have. Block 0, the null block, is nobody's."
     def __init__(self,
@@ -65,7 +66,7 @@ class BlockPool:
         assert n >= 0, f"cannot allocate {n} blocks"
         if n > len(self._free): return None
         ids = [self._free.popleft() for _ in range(n)]
-        for i in ids: self.refs[i] = 1; self._forget(i)
+        for i in ids: self.refs[i] = 1; self.withdraw(i)
         return ids
 
     def share(self, ids: list[int]) -> None:
@@ -81,46 +82,38 @@ class BlockPool:
         for i in ids:
             if i == 0: continue
             self.refs[i] -= 1
-            if self.refs[i] == 0: self._free.append(i)
+            if self.refs[i] == 0: self._free.append(i, first=self._key_of[i] is None)
 
-    def publish(self, i: int, key: bytes) -> None:
-        "An owned block is full: whoever finds the key may share it. If another block has the same contents, that one stays the published one."
-        assert self.refs[i] > 0, f"publishing block {i}, which is free"
-        if key not in self._by_key and self._key_of[i] is None: self._by_key[key], self._key_of[i] = i, key
-
-    def find(self, keys: list[bytes]) -> list[int]:
-        "The blocks of the longest beginning of `keys` that is published. They may be free: share them before anything is allocated."
-        found = []
-        for key in keys:
-            if (i := self._by_key.get(key)) is None: break
-            found.append(i)
-        return found
-
-    def _forget(self, i: int) -> None:
+    def withdraw(self, i: int) -> None:
+        "A block's contents can no longer be found."
         if self._key_of[i] is not None: del self._by_key[self._key_of[i]]; self._key_of[i] = None
 
-    def check_integrity(self) -> None:
-        "Assert that every block but the null block is either free, once, or owned, and that keys and blocks match."
-        assert {i: k for k, i in self._by_key.items()} == {i: k for i, k in enumerate(self._key_of) if k is not None}, "a key without its block"
-        assert len(list(self._free)) == len(self._free), "the free queue is broken"
-        free = list(self._free)
-        assert len(set(free)) == len(free), "a block is free twice"
-        assert 0 not in free and self.refs[0] == 0, "the null block was handed out"
-        assert all(r >= 0 for r in self.refs), "a block has a negative number of owners"
-        assert sorted(free) == [i for i in range(1, self.num_blocks) if self.refs[i] == 0], "a block is neither free nor owned"
+# %% ../nbs/20_kvcache.ipynb #3bfdd63e
+def _check_integrity(self) -> None:
+    "Assert that every block but the null block is either free, once, or owned, and that keys and blocks match."
+    assert {i: k for k, i in self._by_key.items()} == {i: k for i, k in enumerate(self._key_of) if k is not None}, "a key without its block"
+    assert len(list(self._free)) == len(self._free), "the free queue is broken"
+    free = list(self._free)
+    assert len(set(free)) == len(free), "a block is free twice"
+    assert 0 not in free and self.refs[0] == 0, "the null block was handed out"
+    assert all(r >= 0 for r in self.refs), "a block has a negative number of owners"
+    assert sorted(free) == [i for i in range(1, self.num_blocks) if self.refs[i] == 0], "a block is neither free nor owned"
 
-# %% ../nbs/20_kvcache.ipynb #358ad855
+BlockPool.check_integrity = _check_integrity
+
+# %% ../nbs/20_kvcache.ipynb #e1628843
 @dataclass(eq=False, slots=True)
 class CacheHandle:
     "What one sequence holds of the caches."
     block_ids: list[int] = field(default_factory=list)    # its block table
     slot: int = 0                                         # of its recurrent state; 0, the null slot: it has none
+    saving: int = 0                                       # slot that will hold a copy of the state as it is after the present step; 0: none
 
 class CachePool(BlockPool):
     "Blocks and, for a model with recurrent layers, slots of state: one call takes what a sequence needs, one gives it back."
     def __init__(self,
         num_blocks: int,  # with the null block
-        states=None,  # owner of the slots: num_free, allocate() -> slot | None, free(slot); None: the model has no recurrent layers
+        states=None,  # owner of the slots: pool (a BlockPool), num_free, allocate() -> slot | None, free(slot); None: the model has no recurrent layers
     ):
         super().__init__(num_blocks)
         self.states = states
@@ -147,31 +140,35 @@ class CachePool(BlockPool):
     def release(self, handle: CacheHandle) -> None:
         "Take back all that a sequence holds."
         self.free(handle.block_ids[::-1])             # the tail first: a beginning that others may want stays in the pool longest
+        if handle.saving: self.states.pool.free([handle.saving])
         if handle.slot: self.states.free(handle.slot)
-        handle.block_ids, handle.slot = [], 0
+        handle.block_ids, handle.slot, handle.saving = [], 0, 0
 
-    def checkpoint(self,
-        handle: CacheHandle,
-        num_tokens: int,  # that the sequence's caches have seen
-    ) -> bool:  # False, and nothing kept, if no slot is free for the copy
-        "Make it possible to come back to this token: copy the state. Keys and values stay where they are, so they need no copy."
-        return self.states is None or self.states.checkpoint(handle.slot, num_tokens) is not None
+# %% ../nbs/20_kvcache.ipynb #0b990d7f
+def _checkpoint(self,
+    handle: CacheHandle,
+    num_tokens: int,  # that the sequence's caches have seen
+) -> bool:  # False, and nothing kept, if no slot is free for the copy
+    "Make it possible to come back to this token: copy the state. Keys and values stay where they are, so they need no copy."
+    return self.states is None or self.states.checkpoint(handle.slot, num_tokens) is not None
 
-    def rewind(self,
-        handle: CacheHandle,
-        num_tokens: int,  # that remain valid
-    ) -> int:  # tokens that the caches know now, at most num_tokens: the next step starts there
-        "Take a sequence back, with states to its newest checkpoint; blocks past the tokens that remain are given back."
+def _rewind(self,
+    handle: CacheHandle,
+    num_tokens: int,  # that remain valid
+) -> int:  # tokens that the caches know now, at most num_tokens: the next step starts there
+    "Take a sequence back, with states to its newest checkpoint; blocks past the tokens that remain are given back."
+    while True:
         if self.states is not None: num_tokens = self.states.rewind(handle.slot, num_tokens)
         whole, rest = divmod(num_tokens, BLOCK_SIZE)
-        if rest and self.refs[handle.block_ids[whole]] > 1:            # the rest of a block that others read must not be written anew
-            assert self.states is None, "blocks are shared in a model with states"
-            num_tokens, rest = whole*BLOCK_SIZE, 0
-        if rest: self._forget(handle.block_ids[whole])
-        keep = whole + (rest > 0)
-        self.free(handle.block_ids[keep:][::-1])
-        del handle.block_ids[keep:]
-        return num_tokens
+        if not rest or self.refs[handle.block_ids[whole]] == 1: break
+        num_tokens = whole*BLOCK_SIZE                     # the rest of a block that others read must not be written anew
+    if rest: self.withdraw(handle.block_ids[whole])
+    keep = whole + (rest > 0)
+    self.free(handle.block_ids[keep:][::-1])
+    del handle.block_ids[keep:]
+    return num_tokens
+
+CachePool.checkpoint, CachePool.rewind = _checkpoint, _rewind
 
 # %% ../nbs/20_kvcache.ipynb #60f6b078
 def block_keys(
@@ -185,6 +182,76 @@ def block_keys(
         before = keys[-1] if keys else hashlib.sha256(b"literate_engine block keys\0" + salt.encode("utf-8", "surrogatepass")).digest()
         keys.append(hashlib.sha256(before + np.asarray(token_ids[i*BLOCK_SIZE:(i + 1)*BLOCK_SIZE], "<i8").tobytes()).digest())
     return keys
+
+# %% ../nbs/20_kvcache.ipynb #60908096
+def _publish(self, i: int, key: bytes) -> bool:
+    "An owned block is full: whoever finds the key may share it. If another block has the same contents, that one stays the published one (False)."
+    assert self.refs[i] > 0, f"publishing block {i}, which is free"
+    if new := key not in self._by_key and self._key_of[i] is None: self._by_key[key], self._key_of[i] = i, key
+    return new
+
+def _find(self, keys: list[bytes]) -> list[int]:
+    "The blocks of the longest beginning of `keys` that is published. They may be free: share them before anything is allocated."
+    found = []
+    for key in keys:
+        if (i := self._by_key.get(key)) is None: break
+        found.append(i)
+    return found
+
+def _touch(self, i: int) -> None:
+    "Somebody has used a published block: if it is free, it is now the last to be handed out."
+    if self.refs[i] == 0: self._free.remove(i); self._free.append(i)
+
+def _discard(self, key: bytes) -> None:
+    "Nobody will look for this key again: its block, if it is free, is the next to be handed out."
+    i = self._by_key.get(key)
+    if i is not None and self.refs[i] == 0: self.withdraw(i); self._free.remove(i); self._free.append(i, first=True)
+
+BlockPool.publish, BlockPool.find, BlockPool.touch, BlockPool.discard = _publish, _find, _touch, _discard
+
+# %% ../nbs/20_kvcache.ipynb #b6ce6f95
+class Transfer(NamedTuple):
+    "Contents to be copied from one place of the caches to another."
+    kind: str                             # "state": between slots of the recurrent states
+    source: int
+    target: int
+
+# %% ../nbs/20_kvcache.ipynb #451d5619
+def _restorable(self,
+    keys: list[bytes],  # of blocks that were found
+) -> int:  # blocks
+    "After how many of these blocks, at most, a sequence can begin."
+    n = len(keys)
+    while n and self.states is not None and not self.states.pool.find(keys[n - 1:n]): n -= 1
+    return n
+
+def _begin(self, handle: CacheHandle, found: list[int], keys: list[bytes]) -> list[Transfer]:
+    "A sequence that holds nothing begins after the blocks `found`, which have these keys. Returns what to copy before its first step."
+    self.share(found)
+    handle.block_ids = list(found)
+    if self.states is None or not found: return []
+    slots, [kept] = self.states.pool, self.states.pool.find(keys[len(found) - 1:len(found)])
+    slots.touch(kept)
+    handle.slot = self.states.allocate()                  # the last free slot may be the kept state itself: then the sequence goes on in it
+    return [Transfer("state", kept, handle.slot)] if kept != handle.slot else []
+
+def _save(self, handle: CacheHandle, key: bytes, instead_of: bytes | None = None) -> list[Transfer]:
+    "Set a slot aside for the state at the end of the block with this key. Returns what to copy after the step: nothing if it is kept already or no slot is free."
+    slots = self.states.pool
+    if kept := slots.find([key]): slots.touch(kept[0]); return []
+    if instead_of: slots.discard(instead_of)
+    if (ids := slots.allocate(1)) is None: return []
+    handle.saving = ids[0]
+    return [Transfer("state", handle.slot, handle.saving)]
+
+def _keep(self, handle: CacheHandle, key: bytes) -> bool:
+    "The copy has been made. Whoever finds its key can begin with it; its slot is free."
+    slots, slot, handle.saving = self.states.pool, handle.saving, 0
+    new = slots.publish(slot, key)
+    slots.free([slot])
+    return new
+
+CachePool.restorable, CachePool.begin, CachePool.save, CachePool.keep = _restorable, _begin, _save, _keep
 
 # %% ../nbs/20_kvcache.ipynb #52307772
 KV_TYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "q8_0": QUANT_TYPES["Q8_0"], "q4_0": QUANT_TYPES["Q4_0"]}

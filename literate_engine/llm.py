@@ -56,7 +56,7 @@ class RequestOutput:
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/44_llm.ipynb #5aa6fafa
+# %% ../nbs/44_llm.ipynb #fdfe14b3
 class LLM:
     "A model for a Python program: `LLM(path, **EngineConfig fields)`. A context manager; `close` gives all memory back."
     def __init__(self,
@@ -71,13 +71,14 @@ class LLM:
         prompts,                          # str | list of ids | a list of these
         params: SamplingParams | None = None,
         progress: bool = False,           # a line on stderr
+        priority: int = 0,                # lower = earlier, where several threads ask
     ) -> list[RequestOutput]:             # one for each prompt and choice, in order
         "Continue each prompt."
         if not isinstance(params, SamplingParams | None): raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         prompts, params = [self.encode(p) for p in _as_list(prompts)], params or SamplingParams()
         jobs = [(ids, choice, i) for ids in prompts for i, choice in enumerate(choices(params))]
         outputs = [RequestOutput(ids, index=i) for ids, _, i in jobs]
-        self._collect([lambda heard, ids=ids, p=p: self.engine.submit(ids, p, heard) for ids, p, _ in jobs], outputs, progress)
+        self._collect([lambda heard, ids=ids, p=p: self.engine.submit(ids, p, heard, priority=priority) for ids, p, _ in jobs], outputs, progress)
         return outputs
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, tools: list | None = None, **template_options) -> list[RequestOutput]:

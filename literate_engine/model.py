@@ -258,7 +258,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #092182bc
+# %% ../nbs/31_model.ipynb #2eef1e40
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
@@ -308,6 +308,12 @@ class Model:
         else: logits = self.program.run()
         for i, r, routes in self.routes: self.trace.add(i, *choices_of(routes[:batch.num_tokens], r.n_expert_used), batch.positions[:batch.num_tokens])
         return logits
+
+    def transfer(self, moves) -> None:
+        "Carry out copies between places of the caches, in order"
+        for kind, source, target in moves:
+            assert kind == "state", f"nothing is known of a transfer of kind {kind!r}"
+            self.states.copy(source, target)
 
     def _open_trace(self):
         "Rows into which each mixture layer copies its choices, if somebody wants a trace"

@@ -2,17 +2,19 @@
 import json
 import queue
 import random
+import re
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from literate_engine.core import data_dir, fixture
-from literate_engine.deltanet import RecurrentState
-from literate_engine.engine import EngineConfig, EngineFull, byte_tokenizer, scripted_engine
-from literate_engine.kvcache import BLOCK_SIZE, CachePool, block_keys, blocks_needed
+from literate_engine.engine import Engine, EngineConfig, EngineFull, byte_tokenizer, scripted_engine
+from literate_engine.kvcache import BLOCK_SIZE, CachePool, block_keys
 from literate_engine.llm import LLM, choices
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
@@ -40,51 +42,56 @@ def free(engine):
 
 # ---- scheduler ----
 
-def random_schedule(seed):
-    rng = random.Random(seed)
-    max_len, max_num_seqs = rng.choice([33, 64, 100, 160]), rng.randint(1, 8)
-    pool = CachePool(1 + blocks_needed(max_len) + rng.randrange(4), RecurrentState([(None, (1,))], max_num_seqs) if seed % 4 > 1 else None)
-    s = Scheduler(pool, max_num_seqs, rng.choice([1, 2, 8, 16, 40]), max_len, rng.choice([None, max_num_seqs, max_num_seqs + 2]), seed % 2 == 1)
-    common = [rng.randrange(250) for _ in range(max_len)]
-    slots, todo, live, wanted = [None] * (pool.num_blocks * BLOCK_SIZE), [], {}, {}
-    for i in range(rng.randint(3, 14)):
-        n = rng.randint(1, rng.choice([6, 6, max_len // 2, max_len - 1]))
-        ids = common[:rng.choice([0, n // 2, n])] + [rng.randrange(250) for _ in range(n)]
-        todo.append((Request(str(i), ids[:n], all_rows=rng.random() < 0.2), rng.randint(1, min(40, max_len - n))))
-        wanted[str(i)] = todo[-1][0].token_ids + alone(todo[-1][0].token_ids, todo[-1][1])
-    finished = aborted = 0
-    while todo or s.num_unfinished:
-        while todo and rng.random() < 0.4:
-            r, n = todo.pop()
-            s.add(r)
-            live[r.request_id] = (r, n)
-        if live and rng.random() < 0.03:
-            r, _ = live.pop(rng.choice(list(live)))
-            s.finish(r)
-            aborted += 1
-            assert r.status == "finished" and not r.block_ids and not r.cache.slot
+@pytest.fixture(scope="module")
+def chapter():
+    "What chapter 41 defines beside the module: its stand-in model and its random schedules."
+    import literate_engine.scheduler as module
+    names = dict(vars(module))
+    for c in json.loads((Path(__file__).parent.parent / "nbs" / "41_scheduler.ipynb").read_text("utf-8"))["cells"]:
+        source = "".join(c["source"])
+        if c["cell_type"] == "code" and not re.match(r"#\s*\|\s*(export|default_exp)", source): exec(source, names)
+    return names
+
+
+def test_a_thousand_random_schedules(chapter):
+    preemptions, cached = map(sum, zip(*map(chapter["random_schedule"], range(1000))))
+    assert preemptions > 200 and cached > 5000
+
+
+def test_first_tokens_come_when_they_were_promised(chapter):
+    assert max(map(chapter["first_tokens"], range(40, 200))) <= 1
+
+
+def test_a_long_prompt_leaves_room_for_a_short_one():
+    "Three steps of a long prompt; the short one that comes with it has its first token after one, and nobody who writes waits"
+    s = Scheduler(CachePool(60), 4, 32, 128, long_prefill_token_threshold=16)
+    writer, long, short = Request("writer", [1]), Request("long", [2]*48), Request("short", [3]*5)
+    for r in (writer, long, short): s.add(r)
+    steps = []
+    while long.num_tokens == 48:
         step = s.schedule()
-        assert step.num_tokens <= s.max_num_batched_tokens and len(step.scheduled) <= max_num_seqs
-        assert sum(n if r.all_rows else r.rows(n) is not None for r, n in step.scheduled) <= s.max_num_rows
-        assert step.scheduled or not s.num_unfinished, "no progress"
-        def where(r, p): return r.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-        for r, n in step.scheduled:
-            for p, t in enumerate(r.next_tokens(n), r.num_computed_tokens): slots[where(r, p)] = t
-        s.update(step, {r.request_id: hashed([slots[where(r, p)] for p in range(r.num_tokens)]) for r, n in step.scheduled if n == r.num_new_tokens})
-        for r, _ in step.scheduled:
-            if r.num_tokens - r.num_prompt_tokens == live[r.request_id][1]:
-                s.finish(r)
-                assert r.token_ids == wanted[r.request_id]
-                del live[r.request_id]
-                finished += 1
-        s.check_integrity()
-    assert pool.states is None or pool.states.num_free == max_num_seqs
-    assert not live and pool.num_free == pool.num_blocks - 1 and finished + aborted == len(wanted)
-    return s.num_preemptions
+        steps.append({r.request_id: n for r, n in step.scheduled})
+        s.update(step, {r.request_id: 9 for r, n in step.scheduled if r.rows(n)})
+    assert steps == [{"writer": 1, "long": 16, "short": 5}] + [{"writer": 1, "long": 16, "short": 1}]*2
 
 
-def test_a_thousand_random_schedules():
-    assert sum(random_schedule(seed) for seed in range(1000)) > 100
+def test_priorities_order_admission_and_preemption():
+    s = Scheduler(CachePool(8), 2, 64, 100, aging_steps=10)
+    requests = {k: Request(k, [ord(k)]*8, priority=p) for k, p in {"a": 1, "b": 0, "c": -1, "d": 0}.items()}
+    for r in requests.values(): s.add(r)
+    assert [r.request_id for r in s.waiting] == ["c", "b", "d", "a"]
+    assert [r.request_id for r, _ in s.schedule().scheduled] == ["c", "b"]
+    s.finish(requests["b"])
+    s.num_steps += 11                                                                  # "a" has waited long enough to stand before newcomers of priority 0
+    s.add(Request("e", [5]*8))
+    assert [r.request_id for r in s.waiting] == ["d", "a", "e"]
+    s, first, last = Scheduler(CachePool(6), 4, 64, 80), Request("first", [1]*30, priority=2), Request("last", [2]*30)
+    s.add(first)
+    s.schedule()
+    s.add(last)
+    s.num_steps -= 1
+    assert [r.request_id for r, _ in s.schedule().scheduled] == ["first", "last"]
+    assert s.running == [last, first] and s.grow(last, 60) == [first] and first.status == "waiting"           # the worse priority goes, though it came first
 
 
 def test_a_preempted_request_returns_as_if_nothing_happened():                       # BC-090
@@ -123,9 +130,10 @@ def test_shared_blocks_are_never_written():                                     
     engine.stop()
 
 
-def test_an_insertion_in_the_middle_keeps_what_is_before_it():                         # BC-098
+@pytest.mark.parametrize("num_state_slots", [0, 20])
+def test_an_insertion_in_the_middle_keeps_what_is_before_it(num_state_slots):          # BC-098
     a, b, c = [65]*16, [66]*16, [67]*16
-    with LLM(make(max_model_len=160, num_blocks=40)) as llm:
+    with LLM(make(max_model_len=160, num_blocks=40, num_state_slots=num_state_slots)) as llm:
         params = SamplingParams(max_tokens=1)
         first, again, edited = (llm.generate(p, params)[0] for p in (a*4 + b*4, a*4 + b*4, a*4 + c + b*4))
         assert (first.num_cached_tokens, again.num_cached_tokens, edited.num_cached_tokens) == (0, 112, 64)
@@ -352,7 +360,7 @@ def test_a_preempted_state_is_computed_again(name):
         assert [(o.token_ids, o.logprobs) for o in together] == [(o.token_ids, o.logprobs) for o in alone] and idle(llm.engine)
         props = llm.engine.props()
         assert props["state_bytes_per_seq"] == llm.engine.model.states.bytes_per_slot > 0
-        assert not props["enable_prefix_caching"] and any("enable_prefix_caching is False" in n for n in props["notes"])
+        assert props["enable_prefix_caching"] and props["num_state_checkpoints"] == 64 and props["state_memory"] == 69*props["state_bytes_per_seq"]
 
 
 def test_an_aborted_request_gives_its_slot_back():
@@ -364,6 +372,136 @@ def test_an_aborted_request_gives_its_slot_back():
         ends = 0
         while ends < 3: ends += outs.get().finish_reason is not None
         assert idle(llm.engine)
+
+
+def test_a_failed_step_leaves_no_state_behind(caplog):
+    "The states of a step that failed are computed anew, the request that is to blame goes, and nothing of it can be found"
+    def script(tokens):
+        if tokens[0] == 13 and len(tokens) == 32: raise RuntimeError("boom")
+        return hashed(tokens)
+    with LLM(make(script, num_state_slots=12, max_model_len=96, num_blocks=40, max_num_batched_tokens=64)) as llm:
+        params = SamplingParams(max_tokens=25, ignore_eos=True)
+        outputs = llm.generate([[12]*20, [13]*20, [14]*20], params)
+        assert [o.finish_reason for o in outputs] == ["length", "error", "length"] and "boom" in outputs[1].error
+        for o, c in ((outputs[0], 12), (outputs[2], 14)): assert o.token_ids == alone([c]*20, 25)
+        assert idle(llm.engine)
+        keys = block_keys([13]*20 + outputs[1].token_ids + [hashed([13]*20 + outputs[1].token_ids)])
+        assert len(llm.engine.model.pool.find(keys)) == 1 and llm.engine.model.states.pool.find(keys[1:2]) == []
+        again = llm.generate([12]*20, params)[0]
+        assert again.num_cached_tokens == 16 and again.token_ids == outputs[0].token_ids
+
+
+def test_a_fault_of_the_engine_gives_all_slots_back(caplog):
+    engine, outs = make(num_state_slots=6, max_num_seqs=2, max_model_len=96, num_blocks=20), queue.SimpleQueue()
+    transfer, engine.model.transfer = engine.model.transfer, lambda moves: 1/0 if moves else None
+    engine.submit([5]*40, SamplingParams(max_tokens=4), outs.put)
+    engine.start()
+    assert outs.get().finish_reason == "error" and idle(engine)
+    engine.model.transfer = transfer
+    engine.submit([5]*40, SamplingParams(max_tokens=1), outs.put)
+    o = outs.get()
+    assert o.token_ids == alone([5]*40, 1) and o.num_cached_tokens == 0
+    engine.stop()
+
+
+# ---- the same bits, however it is computed ----
+
+KINDS = ["llama", "qwen3moe", "qwen3next", "lfm2", "mamba2"]                             # dense, mixture, hybrids, no attention at all
+
+
+OPTIONS = dict(activations="float32", num_threads=2, max_model_len=160, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+def fixture_llm(name, **options): return LLM(fixture(f"{name}.gguf"), **OPTIONS | options)
+
+
+def bits(outputs): return [(o.token_ids, o.logprobs) for o in outputs]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def undisturbed(request):
+    "A model, three prompts with a common beginning and one without, and what it answers to each alone, in one piece, with nothing cached"
+    ids = (np.load(fixture(f"{request.param}.npz"))["p1_ids"].tolist()*4)[:90]
+    prompts, params = [ids, ids[:50] + ids[:9], ids[:50], ids[::-1][:33]], SamplingParams(max_tokens=20, temperature=0.7, seed=1, logprobs=2, ignore_eos=True)
+    with fixture_llm(request.param, max_num_batched_tokens=128, long_prefill_token_threshold=128, enable_prefix_caching=False) as llm:
+        return request.param, prompts, params, bits([llm.generate(p, params)[0] for p in prompts])
+
+
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 128, "enable_prefix_caching": False}, {"max_num_batched_tokens": 7}, {"state_checkpoint_interval": 16}])
+def test_batched_chunked_and_cached(undisturbed, options):
+    name, prompts, params, want = undisturbed
+    with fixture_llm(name, **options) as llm:
+        assert bits(llm.generate(prompts, params)) == want
+        again = llm.generate(prompts, params)
+        assert bits(again) == want and bits([llm.generate(p, params)[0] for p in prompts]) == want
+        if options.get("enable_prefix_caching", True): assert [o.num_cached_tokens for o in again] == [80, 48, 48, 32]
+
+
+def test_preempted_beside_aborted_ones(undisturbed):
+    "Too few blocks, and neighbours of which two are aborted after nine tokens"
+    name, prompts, params, want = undisturbed
+    engine, got, ends = Engine(fixture(f"{name}.gguf"), EngineConfig(**OPTIONS)), {}, queue.SimpleQueue()
+    def heard(o):
+        got[o.request_id] = got.get(o.request_id, []) + o.token_ids
+        if o.request_id in ("noise 1", "noise 3") and len(got[o.request_id]) == 9: engine.abort(o.request_id)
+        if o.finish_reason: ends.put((o.request_id, o.finish_reason))
+    taken = engine.model.pool.allocate(engine.model.pool.num_free - 11)                # as if the cache were this small
+    for i, p in enumerate(prompts):
+        engine.submit(p[i:20] + [i], SamplingParams(max_tokens=70, ignore_eos=True), heard, request_id=f"noise {i}", priority=i % 2)
+        engine.submit(p, params, heard, request_id=str(i))
+    engine.start()
+    assert Counter(ends.get()[1] for _ in range(8)) == {"length": 6, "abort": 2}
+    assert [got[str(i)] for i in range(4)] == [w[0] for w in want] and engine.stats()["num_preemptions"] > 0
+    engine.model.pool.free(taken)
+    assert idle(engine) if engine.model.states else free(engine)
+    engine.stop()
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["qwen3next", "lfm2", "mamba2"])
+def test_states_are_found_again(name, activations):                                                  # BC-084, BC-096, BC-098
+    "A short prompt twice, a conversation of three turns, an edit in the middle: each is a hit, and has the bits of a cold run"
+    ids = (np.load(fixture(f"{name}.npz"))["p1_ids"].tolist()*4)[:140]
+    params = SamplingParams(max_tokens=18, logprobs=2, ignore_eos=True)
+    def answers(caching):
+        with fixture_llm(name, activations=activations, enable_prefix_caching=caching, max_model_len=256) as llm:
+            out = [llm.generate(ids[:60], params)[0] for _ in range(2)]
+            text = ids[:60]
+            for turn in range(3):
+                out.append(llm.generate(text, params)[0])
+                text = text + out[-1].token_ids + ids[turn:turn + 5]
+            out += [llm.generate(p, params)[0] for p in (ids[::-1][:128], ids[::-1][:64] + ids[:16] + ids[::-1][64:128])]
+            assert idle(llm.engine)
+        return bits(out), [o.num_cached_tokens for o in out]
+    (cold, none), (warm, cached) = answers(False), answers(True)
+    assert warm == cold and not any(none) and cached == [0, 48, 48, 64, 96, 0, 64]
+
+
+def test_copies_of_states_never_take_a_place():
+    with fixture_llm("mamba2", num_state_checkpoints=0, max_num_seqs=2) as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        outputs = llm.generate([[i]*40 for i in range(8)], params)
+        assert [o.finish_reason for o in outputs] == ["length"]*8 and idle(llm.engine) and llm.engine.model.states.num_slots == 2
+        assert [llm.generate([9]*40, SamplingParams(max_tokens=5))[0].num_cached_tokens for _ in range(2)] == [0, 32]        # a place that nobody needs keeps one
+
+
+def test_a_long_answer_keeps_one_copy_of_its_state():
+    with fixture_llm("lfm2") as llm:
+        [o] = llm.generate([5]*40, SamplingParams(max_tokens=100, ignore_eos=True))
+        pool = llm.engine.model.pool
+        assert [(i + 1)*BLOCK_SIZE for i, key in enumerate(block_keys([5]*40 + o.token_ids)) if pool.states.pool.find([key])] == [32, 128]
+
+
+def test_an_urgent_request_goes_first():
+    engine, outs = make(max_num_seqs=1), queue.SimpleQueue()
+    for name, priority in (("a", 0), ("b", 1), ("c", -1)): engine.submit([1, 2], SamplingParams(max_tokens=2, ignore_eos=True), outs.put, request_id=name, priority=priority)
+    for bad in (1.5, True, None, 2**31):
+        with pytest.raises(ValueError, match="priority is"): engine.submit([1], None, outs.put, priority=bad)
+    engine.start()
+    ends = []
+    while len(ends) < 3: ends += [o.request_id] if (o := outs.get()).finish_reason else []
+    assert ends == ["c", "a", "b"]
+    engine.stop()
 
 
 # ---- the real model ----
