@@ -254,6 +254,18 @@ def test_int8_quality(name, known, request):
     assert len(ids) == peer["positions"] >= 320
     assert kl < 1.1*peer["models"][known]["peer_mean_kl"], kl
 
+@pytest.mark.parametrize("kv_type, kv_type_v, limit", [("f16", "f16", 1e-5), ("q8_0", "q8_0", 2e-3), ("q8_0", "q4_0", 3e-2)])
+def test_quality_of_a_smaller_cache(kv_type, kv_type_v, limit, smollm2):
+    "What rounding keys and values costs, in KL to a float32 cache, everything else being exact"
+    with GGUFFile(smollm2) as file: ids = Tokenizer.from_gguf(file).encode((data_dir()/"quality/text.txt").read_text())[:256]
+    logits = []
+    for types in (("f32", "f32"), (kv_type, kv_type_v)):
+        model = Model(smollm2, activations="float32", kv_type=types[0], kv_type_v=types[1], max_model_len=512, max_num_seqs=64, num_threads=2)
+        logits.append(log_softmax(prompt_logits(model, ids)))
+        model.close()
+    kl = (np.exp(logits[0])*(logits[0] - logits[1])).sum(-1).mean()
+    assert 0 < kl < limit
+
 def in_steps(model, handle, ids, cuts, done=0):
     "Logits of every position of ids, a sequence's tokens from `done` on, computed in steps of the given sizes"
     out = []
