@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'log', 'MIN_ROWS', 
            'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull',
            'Loaded', 'Engine', 'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #c2fb1cb8
+# %% ../nbs/43_engine.ipynb #d09b4a57
 import logging
 import os
 import queue
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from .core import find_model, num_cores, physical_memory, without_gc
 from .deltanet import RecurrentState, state_bytes
 from .gguf import GGUFFile
 from .kvcache import BLOCK_SIZE, Batch, CachePool, blocks_needed, kv_bytes_per_block
+from .metrics import Metrics
 from .recorder import state_shapes
 from .sampling import Sampler, SamplingParams, logprobs
 from .scheduler import Request, Scheduler
@@ -137,13 +138,13 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: list | None = None   # with the first output, if asked for: None for the first token, then as logprobs
 
-# %% ../nbs/43_engine.ipynb #4556d12b
+# %% ../nbs/43_engine.ipynb #b77942a0
 class Clock:
-    "When a request arrived, was first computed, gave its first and its last token."
-    def __init__(self): self.arrived, self.started, self.first, self.last = time.perf_counter(), None, None, None
+    "When a request arrived, was first computed, gave its first token, the last but one and the last."
+    def __init__(self): self.arrived, self.started, self.first, self.previous, self.last = time.perf_counter(), None, None, None, None
     def start(self, now): self.started = self.started or now
     def token(self):
-        self.last = time.perf_counter()
+        self.previous, self.last = self.last, time.perf_counter()
         self.first = self.first or self.last
     def timing(self) -> dict:
         now = time.perf_counter()
@@ -227,11 +228,12 @@ class Scoring:
     def ended(self, reason, error=None):
         return StepOutput(self.request.request_id, "", [], None, reason, None, self.request.num_prompt_tokens, 0, 0, self.clock.timing(), error)
 
-# %% ../nbs/43_engine.ipynb #0c6e04df
+# %% ../nbs/43_engine.ipynb #1b0ddd47
 class EngineCore:
     "Model, scheduler and the live requests: one thread, no locks."
     def __init__(self, model, config: EngineConfig):
         self.model, self.live, self.num_steps, self.num_tokens = model, {}, 0, 0
+        self.metrics = Metrics(config.enable_prefix_caching)
         self.scheduler = Scheduler(model.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, model.max_num_out,
                                    config.enable_prefix_caching, config.long_prefill_token_threshold, config.state_checkpoint_interval, config.priority_aging_steps)
 
@@ -244,6 +246,7 @@ class EngineCore:
         self.model.transfer(step.after)
         sampled = self.sample(step.scheduled, rows, started)
         self.scheduler.update(step, sampled)
+        self.count(step, sampled)
         self.emit(step.scheduled)
         self.num_steps, self.num_tokens = self.num_steps + 1, self.num_tokens + step.num_tokens
 
@@ -260,6 +263,7 @@ class EngineCore:
         "Free what a request holds, then tell its owner."
         self.scheduler.finish(work.request)
         del self.live[work.request.request_id]
+        self.metrics.end(work.request, output)
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
@@ -292,7 +296,7 @@ def _restore_state(self, request) -> None:
 
 EngineCore.forward, EngineCore.restore_state = _forward, _restore_state
 
-# %% ../nbs/43_engine.ipynb #ec8ce62b
+# %% ../nbs/43_engine.ipynb #65adfb54
 def _sample(self, scheduled: list, rows: dict, started: float) -> dict[str, int]:
     "request_id -> its next token, for those that caught up."
     sampled = {}
@@ -311,12 +315,17 @@ def _emit(self, scheduled: list) -> None:
         try: work.on_output(output)
         except Exception as e: self.fail(request, e)
 
+def _count(self, step, sampled: dict) -> None:
+    "Note the step and its tokens in the metrics."
+    if step.scheduled: self.metrics.step(len(step.scheduled), step.num_tokens)
+    for request_id in sampled: self.metrics.token(self.live[request_id].request, self.live[request_id].clock)
+
 def _fail(self, request, error: Exception) -> None:
     "End one request with an error; the engine goes on."
     log.error("request %s failed", request.request_id, exc_info=error)
     if work := self.live.get(request.request_id): self.end(work, work.ended("error", f"{type(error).__name__}: {error}"))
 
-EngineCore.sample, EngineCore.emit, EngineCore.fail = _sample, _emit, _fail
+EngineCore.sample, EngineCore.count, EngineCore.emit, EngineCore.fail = _sample, _count, _emit, _fail
 
 # %% ../nbs/43_engine.ipynb #fb567fc5
 class ScriptedModel:
@@ -380,7 +389,7 @@ class Loaded(NamedTuple):
     name: str
     file: object = None                   # closed with the engine
 
-# %% ../nbs/43_engine.ipynb #3d146d57
+# %% ../nbs/43_engine.ipynb #790c1dbb
 class Engine:
     "A model behind an inbox; outputs are delivered on the engine's thread."
     def __init__(self,
@@ -393,7 +402,7 @@ class Engine:
         elif config.max_model_len is None: config = replace(config, max_model_len=source.model.config.n_ctx)
         self.model, self.tokenizer, self.chat_template, self.metadata, self.name, self._file = source
         self.config, self.model_config, self.max_model_len = config, self.model.config, config.max_model_len
-        self.core, self.num_submitted = EngineCore(self.model, config), 0
+        self.core, self.num_submitted, self.num_refused = EngineCore(self.model, config), 0, 0
         self._inbox, self._wake, self._stopping, self._thread = deque(), threading.Condition(), False, None
 
     def start(self) -> "Engine":
@@ -450,7 +459,7 @@ def _submit(self,
     work.request.priority = priority.__index__()
     return self._enter(work)
 
-# %% ../nbs/43_engine.ipynb #b2f1e706
+# %% ../nbs/43_engine.ipynb #fb737cc9
 def _score(self,
     token_ids: list[int],
     on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, logits [k, n_vocab], valid during the call)
@@ -475,7 +484,9 @@ def _enter(self, work) -> str:
     request_id, limit = work.request.request_id, self.config.max_num_seqs + self.config.max_num_waiting
     with self._wake:
         if self._stopping: raise RuntimeError("the engine is stopped")
-        if len(self.core.live) + len(self._inbox) >= limit: raise EngineFull(f"{limit} requests are running or waiting: try again later")
+        if len(self.core.live) + self._num_arriving() >= limit:
+            self.num_refused += 1
+            raise EngineFull(f"{limit} requests are running or waiting: try again later")
         if request_id in self.core.live or any(getattr(w, "request", None) and w.request.request_id == request_id for _, w in self._inbox):
             raise ValueError(f"request id {request_id!r} is in use")
         self._inbox.append((self.core.add, work))
@@ -483,15 +494,19 @@ def _enter(self, work) -> str:
         self._wake.notify_all()
     return request_id
 
+def _num_arriving(self) -> int:
+    "Requests in the inbox; the caller holds the lock."
+    return sum(do == self.core.add for do, _ in self._inbox)
+
 def _abort(self, request_id: str) -> None:
     "End a request before the next step, from any thread; unknown and finished ids are no matter."
     with self._wake:
         self._inbox.append((self.core.abort, request_id))
         self._wake.notify_all()
 
-Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
+Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine._num_arriving, Engine.abort = _submit, _score, _check_ids, _enter, _num_arriving, _abort
 
-# %% ../nbs/43_engine.ipynb #2ae2c2ce
+# %% ../nbs/43_engine.ipynb #c48fd042
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -514,6 +529,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")
     return Loaded(model, tokenizer, template, file.metadata, name, file), config
 
+# %% ../nbs/43_engine.ipynb #550234b7
 def _props(self) -> dict:
     "What is in effect, and what was assumed."
     notes = [*getattr(self.model_config, "notes", ()), *map(str, getattr(self.model, "notes", ()))]
@@ -524,12 +540,32 @@ def _props(self) -> dict:
 
 def _stats(self) -> dict[str, int]:
     "Counters and gauges of this moment."
-    s, pool = self.core.scheduler, self.model.pool
-    return {"num_running": len(s.running), "num_waiting": len(s.waiting) + len(self._inbox), "num_submitted": self.num_submitted,
+    s, pool, states = self.core.scheduler, self.model.pool, self.model.pool.states
+    with self._wake: arriving = self._num_arriving()
+    return {"num_running": len(s.running), "num_waiting": len(s.waiting) + arriving, "num_submitted": self.num_submitted, "num_refused": self.num_refused,
             "num_preemptions": s.num_preemptions, "num_steps": self.core.num_steps, "num_tokens": self.core.num_tokens,
-            "num_kv_blocks": pool.num_blocks - 1, "num_free_kv_blocks": pool.num_free}
+            "num_kv_blocks": pool.num_blocks - 1, "num_free_kv_blocks": pool.num_free,
+            "num_state_slots": states.num_slots if states else 0, "num_free_state_slots": states.num_free if states else 0}
 
-Engine.props, Engine.stats = _props, _stats
+def _slots(self) -> Future:               # of {"running": [one dict a request], "num_waiting", "num_kv_blocks", ...}
+    "How far every running request is, all at the same moment; without their texts."
+    picture = Future()
+    with self._wake:
+        if self._stopping: raise RuntimeError("the engine is stopped")
+        self._inbox.append((self._take_picture, picture))
+        self._wake.notify_all()
+    return picture
+
+def _take_picture(self, picture: Future) -> None:
+    if not picture.set_running_or_notify_cancel(): return                  # nobody is waiting for it any more
+    now, pick = time.perf_counter(), ("num_waiting", "num_kv_blocks", "num_free_kv_blocks", "num_state_slots", "num_free_state_slots")
+    running = [{"id": r.request_id, "num_prompt_tokens": r.num_prompt_tokens, "num_cached_tokens": r.num_cached_tokens, "num_computed_tokens": r.num_computed_tokens,
+                "num_output_tokens": r.num_tokens - r.num_prompt_tokens, "priority": r.priority, "num_preemptions": r.num_preemptions,
+                "num_kv_blocks": len(r.block_ids), "age": round(now - self.core.live[r.request_id].clock.arrived, 3)} for r in self.core.scheduler.running]
+    stats = self.stats()
+    picture.set_result({"running": running, **{name: stats[name] for name in pick}})
+
+Engine.props, Engine.stats, Engine.slots, Engine._take_picture = _props, _stats, _slots, _take_picture
 
 # %% ../nbs/43_engine.ipynb #d83a96fb
 def scripted_engine(script: Callable[[list[int]], int], n_vocab: int = 257, max_model_len: int = 64, num_blocks: int = 33, num_state_slots: int = 0, **config) -> Engine:

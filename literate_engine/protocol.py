@@ -73,7 +73,7 @@ def _check_tree(value, max_depth):
 
 def _clean(text): return _SURROGATE.sub("\ufffd", str(text))[:100]
 
-# %% ../nbs/50_protocol.ipynb #674b8ab5
+# %% ../nbs/50_protocol.ipynb #5ad5f2ff
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -101,6 +101,7 @@ class SamplingFields(_Model):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     skip_special_tokens: bool | None = None
 
 # %% ../nbs/50_protocol.ipynb #c97504b7
@@ -154,8 +155,8 @@ def parse_request(model: type, # one of the request classes
     try: return model.model_validate(rest)
     except ValidationError as e: raise _refuse(model, e) from None
 
-# %% ../nbs/50_protocol.ipynb #adfda08e
-_WORDS = {"stop": "a string or a list of at most 16 non-empty strings", "logit_bias": "an object from token ids to numbers from -100 to 100",
+# %% ../nbs/50_protocol.ipynb #12af0431
+_WORDS = {"cache_salt": "a string of 1 to 256 characters", "stop": "a string or a list of at most 16 non-empty strings", "logit_bias": "an object from token ids to numbers from -100 to 100",
           "stop_token_ids": "a list of token ids", "messages": "a list of at least one message", "tokens": "a list of token ids",
           "prompt": "a string, a list of strings, a list of token ids, or a list of such lists"}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", dict: "an object", str: "a string"}
