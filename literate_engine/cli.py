@@ -288,14 +288,14 @@ def probe(
     print(f"auto         device {facts['auto']['device']}, {facts['auto']['threads']} threads: {facts['auto']['why']}")
     print("versions     " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
 
-# %% ../nbs/61_cli.ipynb #2d68ce76
+# %% ../nbs/61_cli.ipynb #e851b4b2
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="decode, prefill or load.")],
+    what: Annotated[str, typer.Argument(help="decode, batch (decode of 1 to 16 at once), prefill, turn (the second turn of a conversation, cached or not) or load.")],
     model: Model = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[str, typer.Option(help="One or more, like 1,2; default: the physical cores.")] = "",
-    batch: Annotated[str, typer.Option(help="Sequences at once, like 1,4,8 (decode).")] = "1",
+    batch: Annotated[str, typer.Option(help="Sequences at once, like 1,4,8 (decode, batch).")] = "",
     peer: Annotated[str | None, typer.Option(help="Measure beside this one, in turns: llama.cpp.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     n_prompt: Annotated[int | None, typer.Option(min=1, help="Prompt tokens.")] = None,
