@@ -950,3 +950,14 @@ def test_serve_the_real_model(smollm2):
         assert p.wait(30) == 0 and "Traceback" not in p.stderr.read()
     finally:
         p.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_many_clients_for_a_while(smollm2):
+    "tests/soak.py, shortened: equal answers alone and in company, nothing left over."
+    p = run("tests/soak.py", "--model", str(smollm2), "--seconds", "10", "--num-cases", "16")
+    out, err = p.communicate(timeout=300)
+    summary = json.loads(out)
+    assert p.returncode == 0 and not summary["faults"], (summary, err)
+    assert summary["whole"] > 16 and summary["mean_batch"] > 8 and summary["disconnects"] == summary["aborted"] <= summary["left"]
