@@ -73,7 +73,7 @@ def _check_tree(value, max_depth):
 
 def _clean(text): return _SURROGATE.sub("\ufffd", str(text))[:100]
 
-# %% ../nbs/50_protocol.ipynb #5ad5f2ff
+# %% ../nbs/50_protocol.ipynb #dc458e27
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -102,6 +102,7 @@ class SamplingFields(_Model):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    priority: Annotated[int | None, Field(ge=-2**31, le=2**31 - 1)] = None
     skip_special_tokens: bool | None = None
 
 # %% ../nbs/50_protocol.ipynb #c97504b7

@@ -305,7 +305,7 @@ def _prompt_ids(serving, prompt) -> list[int]:
 def _need_text(engine):
     if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", "prompt", code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #9c508adf
+# %% ../nbs/51_server.ipynb #421a23a6
 def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices."
     engine, n = serving.engine, asked.n or 1
@@ -323,7 +323,7 @@ def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     if asked.stream_options and not stream: raise invalid("stream_options", "needs stream: true")
     reply = shape(serving.name, engine.tokenizer, bool(asked.stream_options and asked.stream_options.include_usage))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
-    return Answer(serving, jobs, {"cache_salt": asked.cache_salt or ""}, reply, n, stream, echo)
+    return Answer(serving, jobs, {"cache_salt": asked.cache_salt or "", "priority": asked.priority or 0}, reply, n, stream, echo)
 
 # %% ../nbs/51_server.ipynb #ff9f8ee0
 @router.api_route("/health", methods=["GET", "HEAD"])

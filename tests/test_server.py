@@ -625,6 +625,9 @@ def test_cached_tokens_and_salts():
             assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] == cached
             assert after["prefix_cache_queries_total"] - before["prefix_cache_queries_total"] == after["prompt_tokens_total"] - before["prompt_tokens_total"] == 41
             hits.append(cached)
+        assert post(url, ROUTES[1], {"prompt": prompt, "priority": -3})[0] == 200
+        for priority in (2**31, 0.5, True, "high"):
+            assert post(url, ROUTES[1], {"prompt": prompt, "priority": priority})[1]["error"]["param"] == "priority"
         assert hits == [0, 32, 0, 32, 0]
         for salt in ("", 5, "x" * 257, ["a"]):
             for path in ROUTES:
@@ -635,12 +638,12 @@ def test_cached_tokens_and_salts():
 def test_slots():
     with served(ids(*["x"] * 200), seconds=0.01, max_num_seqs=2) as (url, engine):
         assert get(url, "/slots")[1] == {"running": [], "num_waiting": 0, "num_kv_blocks": 32, "num_free_kv_blocks": 32, "num_state_slots": 0, "num_free_state_slots": 0}
-        busy = [send(url, ROUTES[1], {"prompt": "secret<|go|>", "max_tokens": 200}) for _ in range(3)]
+        busy = [send(url, ROUTES[1], {"prompt": "secret<|go|>", "max_tokens": 200, "priority": 7}) for _ in range(3)]
         assert wait_for(lambda: len(get(url, "/slots")[1]["running"]) == 2 and get(url, "/slots")[1]["num_waiting"] == 1)
         for _ in range(20):
             picture = get(url, "/slots")[1]
             for r in picture["running"]:
-                assert r["num_prompt_tokens"] == 7 and r["num_computed_tokens"] == 7 + r["num_output_tokens"] - 1 and 0 < r["age"] < 60
+                assert r["num_prompt_tokens"] == 7 and r["num_computed_tokens"] == 7 + r["num_output_tokens"] - 1 and r["priority"] == 7 and 0 < r["age"] < 60
                 assert (r["num_kv_blocks"] - 1) * 16 < r["num_computed_tokens"] <= r["num_kv_blocks"] * 16
             assert picture["num_free_kv_blocks"] == 32 - sum(r["num_kv_blocks"] for r in picture["running"]) and "secret" not in json.dumps(picture)
         for s in busy:
