@@ -963,4 +963,4 @@ def test_many_clients_for_a_while(smollm2):
     out, err = p.communicate(timeout=300)
     summary = json.loads(out)
     assert p.returncode == 0 and not summary["faults"], (summary, err)
-    assert summary["whole"] > 16 and summary["mean_batch"] > 8 and summary["disconnects"] == summary["aborted"] <= summary["left"]
+    assert summary["whole"] > 16 and summary["mean_batch"] > 8 and summary["aborted"] <= summary["disconnects"] <= summary["left"]
