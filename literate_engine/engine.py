@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'log', 'MIN_ROWS', 
            'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull',
            'Loaded', 'Engine', 'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #c2fb1cb8
+# %% ../nbs/43_engine.ipynb #dc10b24e
 import logging
 import os
 import queue
@@ -28,6 +28,7 @@ from .config import ModelConfig
 from .core import find_model, num_cores, physical_memory, without_gc
 from .deltanet import RecurrentState, state_bytes
 from .gguf import GGUFFile
+from .grammar import Grammars, Matcher
 from .kvcache import BLOCK_SIZE, Batch, CachePool, blocks_needed, kv_bytes_per_block
 from .recorder import state_shapes
 from .sampling import Sampler, SamplingParams, logprobs
@@ -150,17 +151,17 @@ class Clock:
         started, first, last = self.started or now, self.first or now, self.last or now
         return {"queue": started - self.arrived, "prefill": first - started, "decode": last - first}
 
-# %% ../nbs/43_engine.ipynb #8c269d5f
+# %% ../nbs/43_engine.ipynb #511c8ffa
 class Generation:
     "A request that writes text: its sampler, its decoder, its stop rules."
     def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, tokenizer, n_token: int, max_model_len: int,
-                 on_output: Callable[[StepOutput], None], cache_salt: str = ""):
+                 on_output: Callable[[StepOutput], None], cache_salt: str = "", matcher: Matcher | None = None):
         n, room = len(prompt_ids), max_model_len - len(prompt_ids)
         if room < 1: raise ValueError(f"the prompt has {n} tokens, but max_model_len is {n + room}: expected at most {n + room - 1}, so that one can follow")
         self.request = Request(request_id, list(prompt_ids), all_rows=params.prompt_logprobs is not None, salt=cache_salt)
         self.params, self.n_token, self.on_output, self.clock = params, n_token, on_output, Clock()
-        self.sampler = Sampler(params, n_token, prompt_ids)
-        self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1])
+        self.sampler = Sampler(params, n_token, prompt_ids, matcher=matcher)
+        self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1], keep_space=matcher is not None)
         self.stops, self.end_ids = StopStrings(list(params.stop or ())), frozenset() if params.ignore_eos else tokenizer.eog_ids
         self.max_tokens = min(params.max_tokens or room, room)
         self.prompt_logprobs, self.new, self.num_output_tokens = [None], None, 0
@@ -189,16 +190,17 @@ class Generation:
         "The last output of a request that was aborted or has failed."
         return self._report("", [], None, reason, None, error)
 
-# %% ../nbs/43_engine.ipynb #a3262e01
+# %% ../nbs/43_engine.ipynb #ae7ab438
 def _text(self, token: int) -> tuple[str, str | None, str | int | None]:
     "(new visible text, finish_reason, stop_reason) after a token."
     if token in self.params.stop_token_ids: return self._rest(), "stop", token
     if token in self.end_ids: return self._rest(), "stop", None
-    text = self.stops.add(self.decoder.add(token))
-    if self.stops.matched is None and self.num_output_tokens < self.max_tokens: return text, None, None
+    text, matcher = self.stops.add(self.decoder.add(token)), self.sampler.matcher
+    complete = matcher is not None and matcher.finished
+    if self.stops.matched is None and self.num_output_tokens < self.max_tokens and not complete: return text, None, None
     if self.stops.matched is None: text += self._rest()
     if self.stops.matched is not None: return text, "stop", self.stops.matched
-    return text, "length", None
+    return text, "stop" if complete else "length", None
 
 def _rest(self) -> str:
     "What was held back."
@@ -380,7 +382,7 @@ class Loaded(NamedTuple):
     name: str
     file: object = None                   # closed with the engine
 
-# %% ../nbs/43_engine.ipynb #3d146d57
+# %% ../nbs/43_engine.ipynb #472574e5
 class Engine:
     "A model behind an inbox; outputs are delivered on the engine's thread."
     def __init__(self,
@@ -393,7 +395,7 @@ class Engine:
         elif config.max_model_len is None: config = replace(config, max_model_len=source.model.config.n_ctx)
         self.model, self.tokenizer, self.chat_template, self.metadata, self.name, self._file = source
         self.config, self.model_config, self.max_model_len = config, self.model.config, config.max_model_len
-        self.core, self.num_submitted = EngineCore(self.model, config), 0
+        self.core, self.num_submitted, self.grammars = EngineCore(self.model, config), 0, Grammars(self.tokenizer, self.model_config.n_token)
         self._inbox, self._wake, self._stopping, self._thread = deque(), threading.Condition(), False, None
 
     def start(self) -> "Engine":
@@ -432,7 +434,7 @@ def _stop(self) -> None:
 
 Engine._run, Engine.stop, Engine.close = _run, _stop, _stop
 
-# %% ../nbs/43_engine.ipynb #aa39d965
+# %% ../nbs/43_engine.ipynb #0decbca6
 def _submit(self,
     prompt_ids: list[int],
     params: SamplingParams | None,
@@ -446,7 +448,8 @@ def _submit(self,
     if params.n != 1: raise ValueError(f"n is {params.n}: submit one request for each choice (see `choices`)")
     if params.seed is None and self.config.seed is not None: params = replace(params, seed=self.config.seed + self.num_submitted)
     if isinstance(priority, bool) or not hasattr(priority, "__index__") or not -2**31 <= priority < 2**31: raise ValueError(f"priority is {priority!r}: expected an integer of 32 bits")
-    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt)
+    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt,
+                      self.grammars.matcher(params))
     work.request.priority = priority.__index__()
     return self._enter(work)
 
