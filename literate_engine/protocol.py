@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['ERROR_TYPES', 'MAX_DEPTH', 'NO_EFFECT', 'ONLY', 'DONE', 'RequestError', 'invalid', 'parse_json', 'StreamOptions',
-           'SamplingFields', 'ChatMessage', 'ChatCompletionRequest', 'CompletionRequest', 'TokenizeRequest',
-           'DetokenizeRequest', 'parse_request', 'sampling_options', 'check_token_ids', 'prompt_list',
-           'template_messages', 'Reply', 'ChatReply', 'CompletionReply', 'joined_logprobs', 'usage', 'to_json', 'event']
+           'SchemaFormat', 'ResponseFormat', 'SamplingFields', 'ChatMessage', 'ChatCompletionRequest',
+           'CompletionRequest', 'TokenizeRequest', 'DetokenizeRequest', 'parse_request', 'sampling_options',
+           'check_token_ids', 'prompt_list', 'template_messages', 'Reply', 'ChatReply', 'CompletionReply',
+           'joined_logprobs', 'usage', 'to_json', 'event']
 
-# %% ../nbs/50_protocol.ipynb #f35b709d
+# %% ../nbs/50_protocol.ipynb #f31e2c4a
 import json
 import math
 import re
 import reprlib
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -73,13 +74,25 @@ def _check_tree(value, max_depth):
 
 def _clean(text): return _SURROGATE.sub("\ufffd", str(text))[:100]
 
-# %% ../nbs/50_protocol.ipynb #674b8ab5
+# %% ../nbs/50_protocol.ipynb #70745b72
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 class StreamOptions(_Model):
     "Options of a streamed reply."
     include_usage: bool | None = None
+
+class SchemaFormat(_Model):
+    "What `response_format` says of a schema."
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+class ResponseFormat(_Model):
+    "The form of an answer: any text, any JSON object, or JSON of a schema."
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
 
 class SamplingFields(_Model):
     "The parameters that the chat and completion routes have in common."
@@ -102,8 +115,11 @@ class SamplingFields(_Model):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
 
-# %% ../nbs/50_protocol.ipynb #c97504b7
+# %% ../nbs/50_protocol.ipynb #edbb5051
 class ChatMessage(BaseModel):
     "One message; further keys are variables of the model's chat template."
     model_config = ConfigDict(extra="allow", strict=True)
@@ -117,6 +133,7 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
 class CompletionRequest(SamplingFields):
     "POST /v1/completions"
@@ -134,7 +151,7 @@ class DetokenizeRequest(_Model):
     "POST /detokenize"
     tokens: list[int]
 
-# %% ../nbs/50_protocol.ipynb #ccfe08a0
+# %% ../nbs/50_protocol.ipynb #155618b7
 NO_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 ONLY = {"tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
         "response_format": [{"type": "text"}], "modalities": [["text"]], "store": [False], "service_tier": ["auto", "default"], "best_of": [1], "suffix": [""],
@@ -146,7 +163,7 @@ def parse_request(model: type, # one of the request classes
     rest = {}
     for name, value in body.items():
         if name in NO_EFFECT and model.__base__ is SamplingFields: continue
-        if name in ONLY and model.__base__ is SamplingFields:
+        if name in ONLY and name not in model.model_fields and model.__base__ is SamplingFields:
             if value is None or any(type(value) is type(v) and value == v for v in ONLY[name]): continue
             only = f"; it may only be {' or '.join(map(json.dumps, ONLY[name]))}" if ONLY[name] else ""
             raise RequestError(f"parameter {name!r} is not supported by this server{only}", name, code="unsupported_parameter")
@@ -154,34 +171,44 @@ def parse_request(model: type, # one of the request classes
     try: return model.model_validate(rest)
     except ValidationError as e: raise _refuse(model, e) from None
 
-# %% ../nbs/50_protocol.ipynb #adfda08e
+# %% ../nbs/50_protocol.ipynb #62c6cd70
 _WORDS = {"stop": "a string or a list of at most 16 non-empty strings", "logit_bias": "an object from token ids to numbers from -100 to 100",
-          "stop_token_ids": "a list of token ids", "messages": "a list of at least one message", "tokens": "a list of token ids",
-          "prompt": "a string, a list of strings, a list of token ids, or a list of such lists"}
+          "logit_bias[]": "a number from -100 to 100", "stop_token_ids": "a list of token ids", "messages": "a list of at least one message",
+          "tokens": "a list of token ids", "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+          "messages[]": "an object with role and content", "messages[].content": "text or a list of parts", "json_schema": "a JSON schema: an object, or its text",
+          "response_format.json_schema.name": "1 to 64 letters, digits, _ and -"}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", dict: "an object", str: "a string"}
 
 def _refuse(model, error):
     "The RequestError for a ValidationError."
     e = error.errors(include_url=False)[0]
     path = [p for p in e["loc"] if not (isinstance(p, str) and (p[:1].islower() and ("[" in p or p in ("str", "int", "float", "bool", "list", "dict"))))]
-    name = "".join(f"[{p}]" if isinstance(p, int) else ("." if i else "") + _clean(p) for i, p in enumerate(path))
+    name = "".join(f"[{p}]" if isinstance(p, int) or path[0] == "logit_bias" and i else ("." if i else "") + _clean(p) for i, p in enumerate(path))
     if e["type"] == "extra_forbidden": return RequestError(f"unknown parameter {name!r}", name, code="unknown_parameter")
     if e["type"] == "missing": return RequestError(f"{name}: missing", name, code="missing_parameter")
     return invalid(name, f"expected {_expected(model, path, e)}, got {reprlib.repr(e['input'])}")
 
 def _expected(model, path, error):
-    "What the field wants, in words made from its declaration."
-    if len(path) > 1 and path[0] == "messages": return {"role": "one of " + ", ".join(ChatMessage.model_fields["role"].annotation.__args__),
-                                                        "content": "text or a list of parts"}.get(path[-1], "an object with role and content")
-    if (name := path[0]) in _WORDS: return _WORDS[name]
-    field = model.model_fields[name]
+    "What the field at `path` wants, in words made from its declaration."
+    place, field = path[0], model.model_fields[path[0]]
+    for p in path[1:]:
+        inner = _model_of(field.annotation) if field else None
+        place += "[]" if isinstance(p, int) or path[0] == "logit_bias" else f".{p}"
+        if isinstance(p, str): field = inner.model_fields.get(p) if inner else None
+    if place in _WORDS: return _WORDS[place]
+    if field is None: return "an object"
+    if choices := [c for t in (field.annotation, *get_args(field.annotation)) if get_origin(t) is Literal for c in get_args(t)]: return "one of " + ", ".join(choices)
     kind = next((words for t, words in _KINDS.items() if t in _types(field.annotation)), "an object")
     low, high = (next((getattr(m, b) for m in field.metadata if hasattr(m, b)), None) for b in ("ge", "le"))
     return f"{kind} from {low} to {high}" if low is not None else kind
 
+def _model_of(annotation):
+    "The class of requests or parts of requests that an annotation speaks of."
+    return next((t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)), None)
+
 def _types(annotation): return {getattr(t, "__origin__", None) or t for t in getattr(annotation, "__args__", (annotation,))}
 
-# %% ../nbs/50_protocol.ipynb #b69758f9
+# %% ../nbs/50_protocol.ipynb #793ec316
 def sampling_options(request: SamplingFields, n_vocab: int,
                      room: int, # tokens the context has left after the prompt
                      ) -> dict:
@@ -199,11 +226,22 @@ def sampling_options(request: SamplingFields, n_vocab: int,
     if request.stop_token_ids: options["stop_token_ids"] = check_token_ids(request.stop_token_ids, n_vocab, "stop_token_ids")
     if request.logit_bias: options["logit_bias"] = {_bias_id(k, n_vocab): float(v) for k, v in request.logit_bias.items()}
     if (top := _top_logprobs(request)) is not None: options["logprobs"] = top
+    if (schema := _response_schema(request)) is not None: options["json_schema"] = schema
     return options
 
-# %% ../nbs/50_protocol.ipynb #00453677
+# %% ../nbs/50_protocol.ipynb #b2fb1329
 _PASSED_ON = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_window",
-              "ignore_eos", "skip_special_tokens")
+              "ignore_eos", "skip_special_tokens", "grammar", "json_schema", "regex")
+
+def _response_schema(request):
+    "The schema that a chat answer must follow, None if it may be any text."
+    wanted = getattr(request, "response_format", None)
+    if wanted is None or wanted.type == "text": return None
+    if beside := [name for name in ("grammar", "json_schema", "regex") if getattr(request, name) is not None]:
+        raise invalid("response_format", f"only {{'type': 'text'}} goes with {beside[0]}: an answer has one form")
+    if wanted.type == "json_object": return {"type": "object"}
+    if wanted.json_schema is None: raise RequestError("response_format.json_schema: missing", "response_format.json_schema", code="missing_parameter")
+    return wanted.json_schema.schema_
 
 def _stops(stop):
     stops = [stop] if isinstance(stop, str) else stop or []

@@ -143,7 +143,7 @@ class Live:
 
 def _stopping(): return RequestError("the server is stopping", status=503, code="stopping")
 
-# %% ../nbs/51_server.ipynb #178a1d32
+# %% ../nbs/51_server.ipynb #ce75b27c
 async def disconnected(receive) -> None:
     "Returns when the client has hung up."
     while (await receive())["type"] != "http.disconnect": pass
@@ -159,9 +159,15 @@ async def _next(self, gone: asyncio.Task, seconds: float | None):
     if (got := self.arrived.popleft()) is None: raise _stopping()
     index, output = got
     if output.finish_reason: self.open.pop(index, None)
-    if output.finish_reason == "error": raise RequestError("the engine failed on this request", status=500)
+    if output.finish_reason == "error": raise _failed(output.error)
     if output.finish_reason == "abort": raise RequestError("the engine was stopped", status=500)
     return index, output
+
+def _failed(error: str | None) -> RequestError:
+    "A request that failed in the engine: through its own constraint, or through no fault of its own."
+    kind, _, reason = (error or "").partition(": ")
+    if kind == "ConstraintError": return RequestError(reason, status=400, code="constraint_failed")
+    return RequestError("the engine failed on this request", status=500)
 
 Live.next = _next
 
@@ -253,7 +259,7 @@ def _told(error: Exception) -> RequestError:
 
 Answer.stream, Answer._opening, Answer._events = _stream, _opening, _events
 
-# %% ../nbs/51_server.ipynb #0c17b17f
+# %% ../nbs/51_server.ipynb #05761660
 router = APIRouter()
 
 @router.post("/v1/chat/completions")
@@ -264,7 +270,7 @@ async def chat_completions(request: Request):
     if engine.chat_template is None:
         raise RequestError("this model's file has no chat template: it is a base model, use /v1/completions", "messages", code="no_chat_template")
     ids = await asyncio.to_thread(_chat_ids, serving, asked)
-    return _answer(serving, asked, [ids], ChatReply)
+    return await _answer(serving, asked, [ids], ChatReply)
 
 @router.post("/v1/completions")
 async def completions(request: Request):
@@ -273,7 +279,7 @@ async def completions(request: Request):
     asked = parse_request(CompletionRequest, body)
     prompts = await asyncio.to_thread(lambda: [_prompt_ids(serving, p) for p in prompt_list(asked.prompt)])
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
-    return _answer(serving, asked, prompts, CompletionReply)
+    return await _answer(serving, asked, prompts, CompletionReply)
 
 # %% ../nbs/51_server.ipynb #7ee53ce2
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
@@ -297,9 +303,9 @@ def _prompt_ids(serving, prompt) -> list[int]:
 def _need_text(engine):
     if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", "prompt", code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #580753ec
-def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
-    "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices."
+# %% ../nbs/51_server.ipynb #41416c81
+async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
+    "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices. A constraint is compiled on a worker thread."
     engine, n = serving.engine, asked.n or 1
     if n * len(prompts) > serving.limits.choices: raise invalid("n", f"{n * len(prompts)} choices, at most {serving.limits.choices} at a time")
     jobs = []
@@ -310,12 +316,21 @@ def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
                                "messages" if shape is ChatReply else "prompt", code="context_length_exceeded")
         options = sampling_options(asked, engine.tokenizer.n_vocab, room)
         try: jobs += [(ids, SamplingParams(**options | ({"seed": options["seed"] + i} if "seed" in options else {}))) for i in range(n)]
-        except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
+        except ValueError as e: raise _invalid(e, asked) from None
+    try: await asyncio.to_thread(engine.grammars.matcher, jobs[0][1])               # submit will find it there
+    except ValueError as e: raise _invalid(e, asked) from None
     stream = bool(asked.stream)
     if asked.stream_options and not stream: raise invalid("stream_options", "needs stream: true")
     reply = shape(serving.name, engine.tokenizer, bool(asked.stream_options and asked.stream_options.include_usage))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
     return Answer(serving, jobs, reply, n, stream, echo)
+
+# %% ../nbs/51_server.ipynb #b7dc0e0a
+def _invalid(error: ValueError, asked) -> RequestError:
+    "The reply to a wrong parameter, under the name that the client gave it."
+    field = getattr(error, "field", None)
+    if field == "json_schema" and asked.json_schema is None: return invalid("response_format", str(error))
+    return RequestError(str(error), field, code="invalid_value")
 
 # %% ../nbs/51_server.ipynb #9d57dfe6
 @router.api_route("/health", methods=["GET", "HEAD"])
