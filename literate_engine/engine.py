@@ -213,11 +213,11 @@ def _report(self, text, ids, logprobs, reason, stop_reason, error=None) -> StepO
 
 Generation._text, Generation._rest, Generation._report = _text, _rest, _report
 
-# %% ../nbs/43_engine.ipynb #c5147e60
+# %% ../nbs/43_engine.ipynb #fb881297
 class Scoring:
-    "A request that wants the logits of all its tokens and writes nothing."
-    def __init__(self, request_id: str, token_ids: list[int], on_rows: Callable[[int, np.ndarray], None], on_output: Callable[[StepOutput], None]):
-        self.request = Request(request_id, list(token_ids), all_rows=True)
+    "A request that wants the logits of all its tokens, or their hidden states, and writes nothing."
+    def __init__(self, request_id: str, token_ids: list[int], on_rows: Callable[[int, np.ndarray], None], on_output: Callable[[StepOutput], None], hidden: bool = False):
+        self.request = Request(request_id, list(token_ids), all_rows=not hidden, hidden=hidden)
         self.on_rows, self.on_output, self.clock, self.done = on_rows, on_output, Clock(), False
 
     def take(self, rows, n, started) -> None:
@@ -265,11 +265,11 @@ class EngineCore:
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
-# %% ../nbs/43_engine.ipynb #080ee963
+# %% ../nbs/43_engine.ipynb #5c591420
 log = logging.getLogger("literate_engine.engine")
 
 def _forward(self, scheduled: list, again: bool = False) -> dict[str, np.ndarray]:
-    "request_id -> the rows of logits it asked for; after a failure, of those requests that work alone."
+    "request_id -> the rows of logits (or of hidden states) it asked for; after a failure, of those requests that work alone."
     if not scheduled: return {}
     try:
         if again: self.restore_state(scheduled[0][0])
@@ -279,10 +279,11 @@ def _forward(self, scheduled: list, again: bool = False) -> dict[str, np.ndarray
     except Exception as e:
         if len(scheduled) == 1: return self.fail(scheduled[0][0], e) or {}
         return {k: v.copy() for one in scheduled for k, v in self.forward([one], again=True).items()}
-    rows, at = {}, 0
+    rows, at, token = {}, 0, 0
     for r, n in scheduled:
         count = {"all": n, "last": 1, None: 0}[r.rows(n)]
-        rows[r.request_id], at = logits[at:at + count], at + count
+        rows[r.request_id] = self.model.hidden(token, n) if r.hidden else logits[at:at + count]
+        at, token = at + count, token + n
     return rows
 
 def _restore_state(self, request) -> None:
@@ -320,14 +321,14 @@ def _fail(self, request, error: Exception) -> None:
 
 EngineCore.sample, EngineCore.emit, EngineCore.fail = _sample, _emit, _fail
 
-# %% ../nbs/43_engine.ipynb #fb567fc5
+# %% ../nbs/43_engine.ipynb #2df1de0f
 class ScriptedModel:
     "Stands in for a Model: `script(token_ids) -> next id` on the tokens found in the cache."
     def __init__(self, script: Callable[[list[int]], int], n_vocab: int, n_token: int | None = None, max_model_len: int = 64, num_blocks: int = 33,
                  max_num_seqs: int = 8, max_num_batched_tokens: int = 32, max_num_out: int | None = None, num_state_slots: int = 0):
         self.states = RecurrentState([(None, (max_model_len + 1,))], num_state_slots) if num_state_slots else None     # how many tokens, and which
         self.script, self.pool, self.max_num_out = script, CachePool(num_blocks, self.states), max_num_out or max_num_seqs
-        self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
+        self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_embd=n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_needed(max_model_len), num_blocks=num_blocks, num_slots=num_state_slots and num_state_slots + 1)
         self.slots, self.closed = np.full(num_blocks * BLOCK_SIZE, -1, np.int64), False
 
@@ -356,6 +357,9 @@ class ScriptedModel:
 
     def transfer(self, moves) -> None:
         for _, source, target in moves: self.states.copy(source, target)
+
+    def hidden(self, start: int, n: int) -> np.ndarray:   # [n, n_vocab] float32: a 1 where the token's id is
+        return np.eye(self.config.n_vocab, dtype=np.float32)[self.batch.token_ids[start:start + n]]
 
     def close(self): self.closed = True
 
@@ -453,16 +457,17 @@ def _submit(self,
     work.request.priority = priority.__index__()
     return self._enter(work)
 
-# %% ../nbs/43_engine.ipynb #b2f1e706
+# %% ../nbs/43_engine.ipynb #7e0af168
 def _score(self,
     token_ids: list[int],
-    on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, logits [k, n_vocab], valid during the call)
+    on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, rows [k, n_vocab or n_embd], valid during the call); after a preemption again from 0
     on_output: Callable[[StepOutput], None],
+    hidden: bool = False,                 # hidden states instead of logits
 ) -> str:
-    "Queue a request for the logits of all tokens."
+    "Queue a request for the logits of all tokens, or for their hidden states."
     token_ids = self.check_ids(token_ids)
     if len(token_ids) > self.max_model_len: raise ValueError(f"{len(token_ids)} tokens, expected at most max_model_len = {self.max_model_len}")
-    return self._enter(Scoring(uuid.uuid4().hex, token_ids, on_rows, on_output))
+    return self._enter(Scoring(uuid.uuid4().hex, token_ids, on_rows, on_output, hidden))
 
 def _check_ids(self, ids) -> list[int]:
     "Ids as a list of ints; ValueError if there are none or one is out of range."

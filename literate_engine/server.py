@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Gone', 'Live', 'disconnected', 'Choice', 'Answer',
-           'chat_completions', 'completions', 'health', 'models', 'model', 'props', 'metrics', 'tokenize', 'detokenize',
-           'create_app', 'listen', 'background', 'serve', 'main']
+           'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
+           'tokenize', 'detokenize', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #1dd9516a
+# %% ../nbs/51_server.ipynb #96c05917
 import argparse
 import asyncio
 import functools
@@ -31,9 +31,10 @@ from starlette.requests import ClientDisconnect
 from .chat import TemplateError
 from .core import find_model
 from .engine import Engine, EngineConfig, EngineFull
-from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
-                                      RequestError, TokenizeRequest, check_token_ids, event, invalid, joined_logprobs, parse_json, parse_request,
-                                      prompt_list, sampling_options, template_messages, to_json, usage)
+from .llm import Pool, default_pooling
+from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
+                                      EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, embedding_reply, event, invalid, joined_logprobs,
+                                      parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
 # %% ../nbs/51_server.ipynb #67fe1e05
@@ -108,13 +109,13 @@ async def read_body(request: Request) -> dict:
     except TimeoutError: raise RequestError(f"the body did not arrive within {limits.body_seconds:g} s", status=408) from None
     return parse_json(b"".join(chunks), limits.json_depth)
 
-# %% ../nbs/51_server.ipynb #291a9840
+# %% ../nbs/51_server.ipynb #689bb268
 class Gone(Exception):
     "The client has hung up."
 
 class Live:
     "The engine requests of one HTTP request."
-    def __init__(self, serving: Serving, jobs: list): # jobs: (prompt_ids, SamplingParams) for each choice
+    def __init__(self, serving: Serving, jobs: list): # jobs: (prompt_ids, SamplingParams) for each choice, or (ids, Pool) for each embedding
         self.serving, self.engine, self.jobs, self.arrived, self.open = serving, serving.engine, jobs, deque(), {}
         self.wake = asyncio.Event()                                     # something has arrived, or the client has left
         if serving.stopping: raise _stopping()
@@ -124,13 +125,17 @@ class Live:
         "Queue every job, or none: RequestError 429 when the engine is full, 400 when it refuses one."
         loop = asyncio.get_running_loop()
         try:
-            for index, (prompt_ids, params) in enumerate(self.jobs):
+            for index, job in enumerate(self.jobs):
                 def heard(output, index=index):                          # on the engine's thread
                     try: loop.call_soon_threadsafe(self.put, (index, output))
                     except RuntimeError: pass                            # the loop is closed: nobody is listening
-                self.open[index] = self.engine.submit(prompt_ids, params, heard, uuid.uuid4().hex)
+                self.open[index] = self.start(*job, heard)
         except EngineFull: raise RequestError("too many requests are running or waiting; try again later", status=429, code="engine_full") from None
         except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
+
+    def start(self, prompt_ids, what, heard) -> str:
+        if isinstance(what, Pool): return self.engine.score(prompt_ids, what.add, heard, hidden=True)
+        return self.engine.submit(prompt_ids, what, heard, uuid.uuid4().hex)
 
     def put(self, item) -> None:
         "(index, output), or None: the server is stopping."
@@ -281,7 +286,7 @@ async def completions(request: Request):
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
     return await _answer(serving, asked, prompts, CompletionReply)
 
-# %% ../nbs/51_server.ipynb #7ee53ce2
+# %% ../nbs/51_server.ipynb #8bd3b1b2
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
 
 def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
@@ -292,16 +297,16 @@ def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
     try: return template.encode(engine.tokenizer, template_messages(asked.messages, "developer" in template.source), **options)
     except ValueError as e: raise RequestError(str(e), "messages", code="chat_template" if isinstance(e, TemplateError) else "invalid_value") from None
 
-def _prompt_ids(serving, prompt) -> list[int]:
+def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
     "Special tokens written in a prompt count as such: whoever writes the prompt of this route writes all of it."
     engine = serving.engine
-    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab)
-    _need_text(engine); serving.check_length(len(prompt), "prompt")
+    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab, param)
+    _need_text(engine, param); serving.check_length(len(prompt), param)
     try: return engine.tokenizer.encode(prompt, add_special=True, parse_special=True)
-    except ValueError as e: raise invalid("prompt", str(e)) from None
+    except ValueError as e: raise invalid(param, str(e)) from None
 
-def _need_text(engine):
-    if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", "prompt", code="no_tokenizer")
+def _need_text(engine, param: str = "prompt"):
+    if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", param, code="no_tokenizer")
 
 # %% ../nbs/51_server.ipynb #41416c81
 async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
@@ -331,6 +336,36 @@ def _invalid(error: ValueError, asked) -> RequestError:
     field = getattr(error, "field", None)
     if field == "json_schema" and asked.json_schema is None: return invalid("response_format", str(error))
     return RequestError(str(error), field, code="invalid_value")
+
+# %% ../nbs/51_server.ipynb #45ed490c
+class Embedded(Answer):
+    "The reply to an embedding request."
+    def __init__(self, serving: Serving, texts: list[list[int]], pooling: str, base64: bool):
+        pools = [Pool(pooling, serving.engine.model_config.n_embd) for _ in texts]
+        self.all_jobs, self.base64 = list(zip(texts, pools)), base64
+        super().__init__(serving, self.all_jobs[:serving.limits.choices], None, 1, False, [])
+
+    async def collect(self, live, gone, scope, receive, send):
+        for first in range(0, len(self.all_jobs), self.serving.limits.choices):
+            if first: live.jobs = self.all_jobs[first:first + self.serving.limits.choices]; live.submit()
+            while live.open: await live.next(gone, None)
+        num_tokens = sum(len(ids) for ids, _ in self.all_jobs)
+        await _json(embedding_reply(self.serving.name, [p.vector() for _, p in self.all_jobs], num_tokens, self.base64))(scope, receive, send)
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request):
+    "OpenAI's route for vectors; pooling is the file's own, else the mean."
+    serving, body = _serving(request), await read_body(request)
+    engine, asked = serving.engine, parse_request(EmbeddingRequest, body)
+    texts = prompt_list(asked.input, "input")
+    if len(texts) > MAX_INPUTS: raise invalid("input", f"{len(texts)} texts, at most {MAX_INPUTS} at a time")
+    texts = await asyncio.to_thread(lambda: [_prompt_ids(serving, t, "input") for t in texts])
+    for i, ids in enumerate(texts):
+        if not ids: raise invalid("input", f"text {i} is empty")
+        if len(ids) > engine.max_model_len:
+            raise RequestError(f"text {i} has {len(ids)} tokens; this server's context holds {engine.max_model_len}", "input", code="context_length_exceeded")
+    try: return Embedded(serving, texts, default_pooling(engine), asked.encoding_format == "base64")
+    except ValueError as e: raise RequestError(str(e), code="no_embeddings") from None
 
 # %% ../nbs/51_server.ipynb #9d57dfe6
 @router.api_route("/health", methods=["GET", "HEAD"])
