@@ -46,15 +46,14 @@ def _source(field: str, text: str) -> str:
     if field == "json_schema": return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE, "coerce_one_of": True})
     return LLMatcher.grammar_from_lark(any_to_lark(text))               # llama.cpp's GBNF is translated
 
-# %% ../nbs/42_grammar.ipynb #fcb66ad8
+# %% ../nbs/42_grammar.ipynb #dcba2f70
 class Grammars:
     "The constraints that an engine's clients ask for, compiled for its tokenizer; may be used from any thread."
     def __init__(self, tokenizer, n_token: int):
         self.tokenizer, self.n_token, self._lock, self._compiled, self._vocabulary = tokenizer, n_token, threading.Lock(), OrderedDict(), None
 
-    @property
-    def vocabulary(self):
-        "llguidance's view of the tokenizer: built at the first constraint, a second for the largest vocabularies."
+    def prepare(self):
+        "llguidance's view of the tokenizer, built when it is first wanted: a second for the largest vocabularies, in which no other thread runs Python."
         from llguidance import LLTokenizer
         with self._lock:
             if self._vocabulary is None:
@@ -73,7 +72,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
         if self.tokenizer.kind == "none": raise ParamError(field, text, "left out: this model's file has no tokenizer")
         want = {"grammar": "a grammar in Lark or GBNF form", "json_schema": "a JSON schema that is supported", "regex": "a regular expression"}[field]
-        try: m = _with_stack(lambda: LLMatcher(self.vocabulary, _source(field, text), log_level=0, limits=LLParserLimits(**LIMITS)))
+        try: m = _with_stack(lambda: LLMatcher(self.prepare(), _source(field, text), log_level=0, limits=LLParserLimits(**LIMITS)))
         except Exception as e: raise ParamError(field, text, f"{want} ({_reason(str(e))})") from None      # the translation from GBNF raises what it likes
         if m.is_error(): raise ParamError(field, text, f"{want} ({_reason(m.get_error())})")
         try: empty = Matcher(m, self.n_token, self.tokenizer.eog_ids, False).finished

@@ -464,14 +464,16 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #0c795727
+# %% ../nbs/51_server.ipynb #68b2e04a
 def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None, **engine_options) -> None:
     "Serve a model file until interrupted; `engine_options` are fields of EngineConfig. ValueError for what the user got wrong."
     config, future = EngineConfig(**engine_options), Future()
     sock, server = listen(host, port), _uvicorn(create_app(future, model_name, limits))
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     def load():
-        try: engine = Engine(path, config).start()
+        try:
+            engine = Engine(path, config).start()
+            if engine.tokenizer.kind != "none": engine.grammars.prepare()      # now, while nobody waits for a token
         except BaseException as e: future.set_exception(e); server.should_exit = True
         else: future.set_result(engine); print(_welcome(engine, url), flush=True)
     print(f"loading; {url}/health says when it is ready", flush=True)

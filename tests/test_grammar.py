@@ -271,7 +271,7 @@ def test_openai_client_parses_a_typed_answer():
 def test_a_slow_form_stalls_no_stream():
     slow = {"grammar": "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(60)) + 'R60: "a"'}
     with served([ord("a")] * 200, seconds=0.002, max_num_seqs=4, max_model_len=512) as (url, engine):
-        engine.grammars.vocabulary
+        engine.grammars.prepare()
         gaps, started = [], threading.Event()
         def follow():
             s, last = send(url, ROUTES[1], asked(ROUTES[1], max_tokens=200, stream=True)), time.perf_counter()
