@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'log', 'MIN_ROWS', 
            'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull',
            'Loaded', 'Engine', 'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #d09b4a57
+# %% ../nbs/43_engine.ipynb #5d4fa9b1
 import logging
 import os
 import queue
@@ -28,6 +28,7 @@ from .config import ModelConfig
 from .core import find_model, num_cores, physical_memory, without_gc
 from .deltanet import RecurrentState, state_bytes
 from .gguf import GGUFFile
+from .grammar import Grammars, Matcher
 from .kvcache import BLOCK_SIZE, Batch, CachePool, blocks_needed, kv_bytes_per_block
 from .metrics import Metrics
 from .recorder import state_shapes
@@ -151,17 +152,17 @@ class Clock:
         started, first, last = self.started or now, self.first or now, self.last or now
         return {"queue": started - self.arrived, "prefill": first - started, "decode": last - first}
 
-# %% ../nbs/43_engine.ipynb #8c269d5f
+# %% ../nbs/43_engine.ipynb #511c8ffa
 class Generation:
     "A request that writes text: its sampler, its decoder, its stop rules."
     def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, tokenizer, n_token: int, max_model_len: int,
-                 on_output: Callable[[StepOutput], None], cache_salt: str = ""):
+                 on_output: Callable[[StepOutput], None], cache_salt: str = "", matcher: Matcher | None = None):
         n, room = len(prompt_ids), max_model_len - len(prompt_ids)
         if room < 1: raise ValueError(f"the prompt has {n} tokens, but max_model_len is {n + room}: expected at most {n + room - 1}, so that one can follow")
         self.request = Request(request_id, list(prompt_ids), all_rows=params.prompt_logprobs is not None, salt=cache_salt)
         self.params, self.n_token, self.on_output, self.clock = params, n_token, on_output, Clock()
-        self.sampler = Sampler(params, n_token, prompt_ids)
-        self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1])
+        self.sampler = Sampler(params, n_token, prompt_ids, matcher=matcher)
+        self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1], keep_space=matcher is not None)
         self.stops, self.end_ids = StopStrings(list(params.stop or ())), frozenset() if params.ignore_eos else tokenizer.eog_ids
         self.max_tokens = min(params.max_tokens or room, room)
         self.prompt_logprobs, self.new, self.num_output_tokens = [None], None, 0
@@ -190,16 +191,17 @@ class Generation:
         "The last output of a request that was aborted or has failed."
         return self._report("", [], None, reason, None, error)
 
-# %% ../nbs/43_engine.ipynb #a3262e01
+# %% ../nbs/43_engine.ipynb #ae7ab438
 def _text(self, token: int) -> tuple[str, str | None, str | int | None]:
     "(new visible text, finish_reason, stop_reason) after a token."
     if token in self.params.stop_token_ids: return self._rest(), "stop", token
     if token in self.end_ids: return self._rest(), "stop", None
-    text = self.stops.add(self.decoder.add(token))
-    if self.stops.matched is None and self.num_output_tokens < self.max_tokens: return text, None, None
+    text, matcher = self.stops.add(self.decoder.add(token)), self.sampler.matcher
+    complete = matcher is not None and matcher.finished
+    if self.stops.matched is None and self.num_output_tokens < self.max_tokens and not complete: return text, None, None
     if self.stops.matched is None: text += self._rest()
     if self.stops.matched is not None: return text, "stop", self.stops.matched
-    return text, "length", None
+    return text, "stop" if complete else "length", None
 
 def _rest(self) -> str:
     "What was held back."
@@ -212,11 +214,11 @@ def _report(self, text, ids, logprobs, reason, stop_reason, error=None) -> StepO
 
 Generation._text, Generation._rest, Generation._report = _text, _rest, _report
 
-# %% ../nbs/43_engine.ipynb #c5147e60
+# %% ../nbs/43_engine.ipynb #fb881297
 class Scoring:
-    "A request that wants the logits of all its tokens and writes nothing."
-    def __init__(self, request_id: str, token_ids: list[int], on_rows: Callable[[int, np.ndarray], None], on_output: Callable[[StepOutput], None]):
-        self.request = Request(request_id, list(token_ids), all_rows=True)
+    "A request that wants the logits of all its tokens, or their hidden states, and writes nothing."
+    def __init__(self, request_id: str, token_ids: list[int], on_rows: Callable[[int, np.ndarray], None], on_output: Callable[[StepOutput], None], hidden: bool = False):
+        self.request = Request(request_id, list(token_ids), all_rows=not hidden, hidden=hidden)
         self.on_rows, self.on_output, self.clock, self.done = on_rows, on_output, Clock(), False
 
     def take(self, rows, n, started) -> None:
@@ -267,11 +269,11 @@ class EngineCore:
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
-# %% ../nbs/43_engine.ipynb #080ee963
+# %% ../nbs/43_engine.ipynb #5c591420
 log = logging.getLogger("literate_engine.engine")
 
 def _forward(self, scheduled: list, again: bool = False) -> dict[str, np.ndarray]:
-    "request_id -> the rows of logits it asked for; after a failure, of those requests that work alone."
+    "request_id -> the rows of logits (or of hidden states) it asked for; after a failure, of those requests that work alone."
     if not scheduled: return {}
     try:
         if again: self.restore_state(scheduled[0][0])
@@ -281,10 +283,11 @@ def _forward(self, scheduled: list, again: bool = False) -> dict[str, np.ndarray
     except Exception as e:
         if len(scheduled) == 1: return self.fail(scheduled[0][0], e) or {}
         return {k: v.copy() for one in scheduled for k, v in self.forward([one], again=True).items()}
-    rows, at = {}, 0
+    rows, at, token = {}, 0, 0
     for r, n in scheduled:
         count = {"all": n, "last": 1, None: 0}[r.rows(n)]
-        rows[r.request_id], at = logits[at:at + count], at + count
+        rows[r.request_id] = self.model.hidden(token, n) if r.hidden else logits[at:at + count]
+        at, token = at + count, token + n
     return rows
 
 def _restore_state(self, request) -> None:
@@ -327,14 +330,14 @@ def _fail(self, request, error: Exception) -> None:
 
 EngineCore.sample, EngineCore.count, EngineCore.emit, EngineCore.fail = _sample, _count, _emit, _fail
 
-# %% ../nbs/43_engine.ipynb #fb567fc5
+# %% ../nbs/43_engine.ipynb #2df1de0f
 class ScriptedModel:
     "Stands in for a Model: `script(token_ids) -> next id` on the tokens found in the cache."
     def __init__(self, script: Callable[[list[int]], int], n_vocab: int, n_token: int | None = None, max_model_len: int = 64, num_blocks: int = 33,
                  max_num_seqs: int = 8, max_num_batched_tokens: int = 32, max_num_out: int | None = None, num_state_slots: int = 0):
         self.states = RecurrentState([(None, (max_model_len + 1,))], num_state_slots) if num_state_slots else None     # how many tokens, and which
         self.script, self.pool, self.max_num_out = script, CachePool(num_blocks, self.states), max_num_out or max_num_seqs
-        self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
+        self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_embd=n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_needed(max_model_len), num_blocks=num_blocks, num_slots=num_state_slots and num_state_slots + 1)
         self.slots, self.closed = np.full(num_blocks * BLOCK_SIZE, -1, np.int64), False
 
@@ -364,6 +367,9 @@ class ScriptedModel:
     def transfer(self, moves) -> None:
         for _, source, target in moves: self.states.copy(source, target)
 
+    def hidden(self, start: int, n: int) -> np.ndarray:   # [n, n_vocab] float32: a 1 where the token's id is
+        return np.eye(self.config.n_vocab, dtype=np.float32)[self.batch.token_ids[start:start + n]]
+
     def close(self): self.closed = True
 
 # %% ../nbs/43_engine.ipynb #bcf2a48e
@@ -389,7 +395,7 @@ class Loaded(NamedTuple):
     name: str
     file: object = None                   # closed with the engine
 
-# %% ../nbs/43_engine.ipynb #790c1dbb
+# %% ../nbs/43_engine.ipynb #37aab0c8
 class Engine:
     "A model behind an inbox; outputs are delivered on the engine's thread."
     def __init__(self,
@@ -403,6 +409,7 @@ class Engine:
         self.model, self.tokenizer, self.chat_template, self.metadata, self.name, self._file = source
         self.config, self.model_config, self.max_model_len = config, self.model.config, config.max_model_len
         self.core, self.num_submitted, self.num_refused = EngineCore(self.model, config), 0, 0
+        self.grammars = Grammars(self.tokenizer, self.model_config.n_token)
         self._inbox, self._wake, self._stopping, self._thread = deque(), threading.Condition(), False, None
 
     def start(self) -> "Engine":
@@ -441,7 +448,7 @@ def _stop(self) -> None:
 
 Engine._run, Engine.stop, Engine.close = _run, _stop, _stop
 
-# %% ../nbs/43_engine.ipynb #aa39d965
+# %% ../nbs/43_engine.ipynb #0decbca6
 def _submit(self,
     prompt_ids: list[int],
     params: SamplingParams | None,
@@ -455,20 +462,22 @@ def _submit(self,
     if params.n != 1: raise ValueError(f"n is {params.n}: submit one request for each choice (see `choices`)")
     if params.seed is None and self.config.seed is not None: params = replace(params, seed=self.config.seed + self.num_submitted)
     if isinstance(priority, bool) or not hasattr(priority, "__index__") or not -2**31 <= priority < 2**31: raise ValueError(f"priority is {priority!r}: expected an integer of 32 bits")
-    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt)
+    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt,
+                      self.grammars.matcher(params))
     work.request.priority = priority.__index__()
     return self._enter(work)
 
-# %% ../nbs/43_engine.ipynb #fb737cc9
+# %% ../nbs/43_engine.ipynb #e0a7bfb3
 def _score(self,
     token_ids: list[int],
-    on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, logits [k, n_vocab], valid during the call)
+    on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, rows [k, n_vocab or n_embd], valid during the call); after a preemption again from 0
     on_output: Callable[[StepOutput], None],
+    hidden: bool = False,                 # hidden states instead of logits
 ) -> str:
-    "Queue a request for the logits of all tokens."
+    "Queue a request for the logits of all tokens, or for their hidden states."
     token_ids = self.check_ids(token_ids)
     if len(token_ids) > self.max_model_len: raise ValueError(f"{len(token_ids)} tokens, expected at most max_model_len = {self.max_model_len}")
-    return self._enter(Scoring(uuid.uuid4().hex, token_ids, on_rows, on_output))
+    return self._enter(Scoring(uuid.uuid4().hex, token_ids, on_rows, on_output, hidden))
 
 def _check_ids(self, ids) -> list[int]:
     "Ids as a list of ints; ValueError if there are none or one is out of range."

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Gone', 'Live', 'disconnected', 'Choice', 'Answer',
-           'chat_completions', 'completions', 'health', 'models', 'model', 'props', 'metrics', 'slots', 'tokenize',
-           'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
+           'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
+           'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #7147c075
+# %% ../nbs/51_server.ipynb #8f762276
 import argparse
 import asyncio
 import functools
@@ -32,10 +32,11 @@ from .access import Access, Refused, access_for, check_type
 from .chat import TemplateError
 from .core import find_model
 from .engine import Engine, EngineConfig, EngineFull
+from .llm import Pool, default_pooling
 from .metrics import TYPE, exposition
-from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
-                                      RequestError, TokenizeRequest, check_token_ids, event, invalid, joined_logprobs, parse_json, parse_request,
-                                      prompt_list, sampling_options, template_messages, to_json, usage)
+from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
+                                      EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, embedding_reply, event, invalid, joined_logprobs,
+                                      parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
 # %% ../nbs/51_server.ipynb #b14315f3
@@ -116,13 +117,13 @@ async def read_body(request: Request) -> dict:
     except TimeoutError: raise RequestError(f"the body did not arrive within {limits.body_seconds:g} s", status=408) from None
     return parse_json(b"".join(chunks), limits.json_depth)
 
-# %% ../nbs/51_server.ipynb #4fba8f37
+# %% ../nbs/51_server.ipynb #56082ae4
 class Gone(Exception):
     "The client has hung up."
 
 class Live:
     "The engine requests of one HTTP request."
-    def __init__(self, serving: Serving, jobs: list, options: dict): # (prompt_ids, SamplingParams) for each choice; options of Engine.submit
+    def __init__(self, serving: Serving, jobs: list, options: dict): # jobs: (prompt_ids, SamplingParams) for each choice, with `options` of Engine.submit, or (ids, Pool) for each embedding
         self.serving, self.engine, self.jobs, self.options, self.arrived, self.open = serving, serving.engine, jobs, options, deque(), {}
         self.wake = asyncio.Event()                                     # something has arrived, or the client has left
         if serving.stopping: raise _stopping()
@@ -132,13 +133,17 @@ class Live:
         "Queue every job, or none: RequestError 429 when the engine is full, 400 when it refuses one."
         loop = asyncio.get_running_loop()
         try:
-            for index, (prompt_ids, params) in enumerate(self.jobs):
+            for index, job in enumerate(self.jobs):
                 def heard(output, index=index):                          # on the engine's thread
                     try: loop.call_soon_threadsafe(self.put, (index, output))
                     except RuntimeError: pass                            # the loop is closed: nobody is listening
-                self.open[index] = self.engine.submit(prompt_ids, params, heard, uuid.uuid4().hex, **self.options)
+                self.open[index] = self.start(*job, heard)
         except EngineFull: raise RequestError("too many requests are running or waiting; try again later", status=429, code="engine_full") from None
         except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
+
+    def start(self, prompt_ids, what, heard) -> str:
+        if isinstance(what, Pool): return self.engine.score(prompt_ids, what.add, heard, hidden=True)
+        return self.engine.submit(prompt_ids, what, heard, uuid.uuid4().hex, **self.options)
 
     def put(self, item) -> None:
         "(index, output), or None: the server is stopping."
@@ -151,7 +156,7 @@ class Live:
 
 def _stopping(): return RequestError("the server is stopping", status=503, code="stopping")
 
-# %% ../nbs/51_server.ipynb #178a1d32
+# %% ../nbs/51_server.ipynb #ce75b27c
 async def disconnected(receive) -> None:
     "Returns when the client has hung up."
     while (await receive())["type"] != "http.disconnect": pass
@@ -167,9 +172,15 @@ async def _next(self, gone: asyncio.Task, seconds: float | None):
     if (got := self.arrived.popleft()) is None: raise _stopping()
     index, output = got
     if output.finish_reason: self.open.pop(index, None)
-    if output.finish_reason == "error": raise RequestError("the engine failed on this request", status=500)
+    if output.finish_reason == "error": raise _failed(output.error)
     if output.finish_reason == "abort": raise RequestError("the engine was stopped", status=500)
     return index, output
+
+def _failed(error: str | None) -> RequestError:
+    "A request that failed in the engine: through its own constraint, or through no fault of its own."
+    kind, _, reason = (error or "").partition(": ")
+    if kind == "ConstraintError": return RequestError(reason, status=400, code="constraint_failed")
+    return RequestError("the engine failed on this request", status=500)
 
 Live.next = _next
 
@@ -261,7 +272,7 @@ def _told(error: Exception) -> RequestError:
 
 Answer.stream, Answer._opening, Answer._events = _stream, _opening, _events
 
-# %% ../nbs/51_server.ipynb #0c17b17f
+# %% ../nbs/51_server.ipynb #05761660
 router = APIRouter()
 
 @router.post("/v1/chat/completions")
@@ -272,7 +283,7 @@ async def chat_completions(request: Request):
     if engine.chat_template is None:
         raise RequestError("this model's file has no chat template: it is a base model, use /v1/completions", "messages", code="no_chat_template")
     ids = await asyncio.to_thread(_chat_ids, serving, asked)
-    return _answer(serving, asked, [ids], ChatReply)
+    return await _answer(serving, asked, [ids], ChatReply)
 
 @router.post("/v1/completions")
 async def completions(request: Request):
@@ -281,9 +292,9 @@ async def completions(request: Request):
     asked = parse_request(CompletionRequest, body)
     prompts = await asyncio.to_thread(lambda: [_prompt_ids(serving, p) for p in prompt_list(asked.prompt)])
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
-    return _answer(serving, asked, prompts, CompletionReply)
+    return await _answer(serving, asked, prompts, CompletionReply)
 
-# %% ../nbs/51_server.ipynb #7ee53ce2
+# %% ../nbs/51_server.ipynb #8bd3b1b2
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
 
 def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
@@ -294,20 +305,20 @@ def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
     try: return template.encode(engine.tokenizer, template_messages(asked.messages, "developer" in template.source), **options)
     except ValueError as e: raise RequestError(str(e), "messages", code="chat_template" if isinstance(e, TemplateError) else "invalid_value") from None
 
-def _prompt_ids(serving, prompt) -> list[int]:
+def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
     "Special tokens written in a prompt count as such: whoever writes the prompt of this route writes all of it."
     engine = serving.engine
-    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab)
-    _need_text(engine); serving.check_length(len(prompt), "prompt")
+    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab, param)
+    _need_text(engine, param); serving.check_length(len(prompt), param)
     try: return engine.tokenizer.encode(prompt, add_special=True, parse_special=True)
-    except ValueError as e: raise invalid("prompt", str(e)) from None
+    except ValueError as e: raise invalid(param, str(e)) from None
 
-def _need_text(engine):
-    if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", "prompt", code="no_tokenizer")
+def _need_text(engine, param: str = "prompt"):
+    if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", param, code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #421a23a6
-def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
-    "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices."
+# %% ../nbs/51_server.ipynb #9f97d14f
+async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
+    "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices. A constraint is compiled on a worker thread."
     engine, n = serving.engine, asked.n or 1
     if n * len(prompts) > serving.limits.choices: raise invalid("n", f"{n * len(prompts)} choices, at most {serving.limits.choices} at a time")
     jobs = []
@@ -318,12 +329,51 @@ def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
                                "messages" if shape is ChatReply else "prompt", code="context_length_exceeded")
         options = sampling_options(asked, engine.tokenizer.n_vocab, room)
         try: jobs += [(ids, SamplingParams(**options | ({"seed": options["seed"] + i} if "seed" in options else {}))) for i in range(n)]
-        except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
+        except ValueError as e: raise _invalid(e, asked) from None
+    try: await asyncio.to_thread(engine.grammars.matcher, jobs[0][1])               # submit will find it there
+    except ValueError as e: raise _invalid(e, asked) from None
     stream = bool(asked.stream)
     if asked.stream_options and not stream: raise invalid("stream_options", "needs stream: true")
     reply = shape(serving.name, engine.tokenizer, bool(asked.stream_options and asked.stream_options.include_usage))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
     return Answer(serving, jobs, {"cache_salt": asked.cache_salt or "", "priority": asked.priority or 0}, reply, n, stream, echo)
+
+# %% ../nbs/51_server.ipynb #b7dc0e0a
+def _invalid(error: ValueError, asked) -> RequestError:
+    "The reply to a wrong parameter, under the name that the client gave it."
+    field = getattr(error, "field", None)
+    if field == "json_schema" and asked.json_schema is None: return invalid("response_format", str(error))
+    return RequestError(str(error), field, code="invalid_value")
+
+# %% ../nbs/51_server.ipynb #c2b8b1aa
+class Embedded(Answer):
+    "The reply to an embedding request."
+    def __init__(self, serving: Serving, texts: list[list[int]], pooling: str, base64: bool):
+        pools = [Pool(pooling, serving.engine.model_config.n_embd) for _ in texts]
+        self.all_jobs, self.base64 = list(zip(texts, pools)), base64
+        super().__init__(serving, self.all_jobs[:serving.limits.choices], {}, None, 1, False, [])
+
+    async def collect(self, live, gone, scope, receive, send):
+        for first in range(0, len(self.all_jobs), self.serving.limits.choices):
+            if first: live.jobs = self.all_jobs[first:first + self.serving.limits.choices]; live.submit()
+            while live.open: await live.next(gone, None)
+        num_tokens = sum(len(ids) for ids, _ in self.all_jobs)
+        await _json(embedding_reply(self.serving.name, [p.vector() for _, p in self.all_jobs], num_tokens, self.base64))(scope, receive, send)
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request):
+    "OpenAI's route for vectors; pooling is the file's own, else the mean."
+    serving, body = _serving(request), await read_body(request)
+    engine, asked = serving.engine, parse_request(EmbeddingRequest, body)
+    texts = prompt_list(asked.input, "input")
+    if len(texts) > MAX_INPUTS: raise invalid("input", f"{len(texts)} texts, at most {MAX_INPUTS} at a time")
+    texts = await asyncio.to_thread(lambda: [_prompt_ids(serving, t, "input") for t in texts])
+    for i, ids in enumerate(texts):
+        if not ids: raise invalid("input", f"text {i} is empty")
+        if len(ids) > engine.max_model_len:
+            raise RequestError(f"text {i} has {len(ids)} tokens; this server's context holds {engine.max_model_len}", "input", code="context_length_exceeded")
+    try: return Embedded(serving, texts, default_pooling(engine), asked.encoding_format == "base64")
+    except ValueError as e: raise RequestError(str(e), code="no_embeddings") from None
 
 # %% ../nbs/51_server.ipynb #ff9f8ee0
 @router.api_route("/health", methods=["GET", "HEAD"])
@@ -454,7 +504,7 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #0bb08a43
+# %% ../nbs/51_server.ipynb #46bf6b2a
 def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None,
           api_key: str | None = None,    # default: the environment's LITERATE_API_KEY
           no_api_key: bool = False,      # beyond loopback without a key
@@ -468,7 +518,9 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
     server = _uvicorn(create_app(future, model_name, limits, access))
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     def load():
-        try: engine = Engine(path, config).start()
+        try:
+            engine = Engine(path, config).start()
+            if engine.tokenizer.kind != "none": engine.grammars.prepare()      # now, while nobody waits for a token
         except BaseException as e: future.set_exception(e); server.should_exit = True
         else: future.set_result(engine); print(_welcome(engine, url, bool(access.keys)), flush=True)
     print(f"loading; {url}/health says when it is ready", flush=True)

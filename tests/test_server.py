@@ -349,7 +349,10 @@ BAD = [
     ({"stop_token_ids": [N_VOCAB]}, "stop_token_ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids"),
     ({"samplers": ["min_p"]}, "samplers"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"regex": "("}, "regex"),
+    ({"grammar": "start: x"}, "grammar"),
+    ({"json_schema": {"type": "wizard"}}, "json_schema"),
     ({"tools": [{}]}, "tools"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -534,7 +537,7 @@ VALUES = [
 ]
 FIELDS = """model stream stream_options n max_tokens max_completion_tokens temperature top_p top_k min_p seed presence_penalty
     frequency_penalty repetition_penalty repetition_window logit_bias stop stop_token_ids ignore_eos skip_special_tokens logprobs
-    top_logprobs chat_template_kwargs messages prompt echo user tools response_format best_of x""".split()
+    top_logprobs chat_template_kwargs messages prompt echo user tools response_format best_of grammar json_schema regex x""".split()
 
 
 def test_any_value_in_any_field_is_answered_or_refused():
