@@ -64,12 +64,15 @@ def _table(rows: list[dict], columns: list[str], title: str | None = None) -> No
     for r in rows: table.add_row(*("" if (v := r.get(c)) is None else f"{v:.4g}" if isinstance(v, float) else str(v) for c in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
-# %% ../nbs/61_cli.ipynb #4403194c
+# %% ../nbs/61_cli.ipynb #2ad5c176
 @app.command()
 def serve(
     model: Model = "smollm2",
     host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only when told to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8080,
+    api_key: Annotated[str | None, typer.Option(help="What clients must send as a bearer token; default: LITERATE_API_KEY, and a random one beyond this machine.")] = None,
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Beyond this machine without a key: whoever can reach it may use it.")] = False,
+    allowed_hosts: Annotated[str, typer.Option(help="Further names in Host headers, like box.local,box.example; * for any.")] = "",
     device: Device = "auto",
     threads: Threads = None,
     activations: Activations = "int8",
@@ -84,7 +87,8 @@ def serve(
     from literate_engine.core import MODELS, find_model
     path = find_model(model)                                          # before the imports: a wrong name is told at once
     from literate_engine.server import serve as serve_model
-    serve_model(path, host=host, port=port, **_given(
+    names = tuple(name for name in allowed_hosts.split(",") if name)
+    serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **_given(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type, kv_type_v=kv_type_v,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
 
@@ -286,14 +290,14 @@ def probe(
     print(f"auto         device {facts['auto']['device']}, {facts['auto']['threads']} threads: {facts['auto']['why']}")
     print("versions     " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
 
-# %% ../nbs/61_cli.ipynb #2d68ce76
+# %% ../nbs/61_cli.ipynb #e851b4b2
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="decode, prefill or load.")],
+    what: Annotated[str, typer.Argument(help="decode, batch (decode of 1 to 16 at once), prefill, turn (the second turn of a conversation, cached or not) or load.")],
     model: Model = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[str, typer.Option(help="One or more, like 1,2; default: the physical cores.")] = "",
-    batch: Annotated[str, typer.Option(help="Sequences at once, like 1,4,8 (decode).")] = "1",
+    batch: Annotated[str, typer.Option(help="Sequences at once, like 1,4,8 (decode, batch).")] = "",
     peer: Annotated[str | None, typer.Option(help="Measure beside this one, in turns: llama.cpp.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     n_prompt: Annotated[int | None, typer.Option(min=1, help="Prompt tokens.")] = None,

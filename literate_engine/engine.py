@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'log', 'MIN_ROWS', 
            'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'ScriptedModel', 'replies', 'EngineFull',
            'Loaded', 'Engine', 'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #635e689c
+# %% ../nbs/43_engine.ipynb #c8b5f82c
 import logging
 import os
 import queue
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,7 +28,9 @@ from .config import ModelConfig
 from .core import find_model, num_cores, physical_memory, without_gc
 from .deltanet import RecurrentState, state_bytes
 from .gguf import GGUFFile
+from .grammar import Grammars, Matcher
 from .kvcache import BLOCK_SIZE, KV_TYPES, Batch, CachePool, blocks_needed, kv_bytes_per_block
+from .metrics import Metrics
 from .recorder import state_shapes
 from .sampling import Sampler, SamplingParams, logprobs
 from .scheduler import Request, Scheduler
@@ -138,30 +140,30 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: list | None = None   # with the first output, if asked for: None for the first token, then as logprobs
 
-# %% ../nbs/43_engine.ipynb #4556d12b
+# %% ../nbs/43_engine.ipynb #b77942a0
 class Clock:
-    "When a request arrived, was first computed, gave its first and its last token."
-    def __init__(self): self.arrived, self.started, self.first, self.last = time.perf_counter(), None, None, None
+    "When a request arrived, was first computed, gave its first token, the last but one and the last."
+    def __init__(self): self.arrived, self.started, self.first, self.previous, self.last = time.perf_counter(), None, None, None, None
     def start(self, now): self.started = self.started or now
     def token(self):
-        self.last = time.perf_counter()
+        self.previous, self.last = self.last, time.perf_counter()
         self.first = self.first or self.last
     def timing(self) -> dict:
         now = time.perf_counter()
         started, first, last = self.started or now, self.first or now, self.last or now
         return {"queue": started - self.arrived, "prefill": first - started, "decode": last - first}
 
-# %% ../nbs/43_engine.ipynb #8c269d5f
+# %% ../nbs/43_engine.ipynb #511c8ffa
 class Generation:
     "A request that writes text: its sampler, its decoder, its stop rules."
     def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, tokenizer, n_token: int, max_model_len: int,
-                 on_output: Callable[[StepOutput], None], cache_salt: str = ""):
+                 on_output: Callable[[StepOutput], None], cache_salt: str = "", matcher: Matcher | None = None):
         n, room = len(prompt_ids), max_model_len - len(prompt_ids)
         if room < 1: raise ValueError(f"the prompt has {n} tokens, but max_model_len is {n + room}: expected at most {n + room - 1}, so that one can follow")
         self.request = Request(request_id, list(prompt_ids), all_rows=params.prompt_logprobs is not None, salt=cache_salt)
         self.params, self.n_token, self.on_output, self.clock = params, n_token, on_output, Clock()
-        self.sampler = Sampler(params, n_token, prompt_ids)
-        self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1])
+        self.sampler = Sampler(params, n_token, prompt_ids, matcher=matcher)
+        self.decoder = StreamDecoder(tokenizer, params.skip_special_tokens, prompt_ids[-1], keep_space=matcher is not None)
         self.stops, self.end_ids = StopStrings(list(params.stop or ())), frozenset() if params.ignore_eos else tokenizer.eog_ids
         self.max_tokens = min(params.max_tokens or room, room)
         self.prompt_logprobs, self.new, self.num_output_tokens = [None], None, 0
@@ -190,16 +192,17 @@ class Generation:
         "The last output of a request that was aborted or has failed."
         return self._report("", [], None, reason, None, error)
 
-# %% ../nbs/43_engine.ipynb #a3262e01
+# %% ../nbs/43_engine.ipynb #ae7ab438
 def _text(self, token: int) -> tuple[str, str | None, str | int | None]:
     "(new visible text, finish_reason, stop_reason) after a token."
     if token in self.params.stop_token_ids: return self._rest(), "stop", token
     if token in self.end_ids: return self._rest(), "stop", None
-    text = self.stops.add(self.decoder.add(token))
-    if self.stops.matched is None and self.num_output_tokens < self.max_tokens: return text, None, None
+    text, matcher = self.stops.add(self.decoder.add(token)), self.sampler.matcher
+    complete = matcher is not None and matcher.finished
+    if self.stops.matched is None and self.num_output_tokens < self.max_tokens and not complete: return text, None, None
     if self.stops.matched is None: text += self._rest()
     if self.stops.matched is not None: return text, "stop", self.stops.matched
-    return text, "length", None
+    return text, "stop" if complete else "length", None
 
 def _rest(self) -> str:
     "What was held back."
@@ -212,11 +215,11 @@ def _report(self, text, ids, logprobs, reason, stop_reason, error=None) -> StepO
 
 Generation._text, Generation._rest, Generation._report = _text, _rest, _report
 
-# %% ../nbs/43_engine.ipynb #c5147e60
+# %% ../nbs/43_engine.ipynb #fb881297
 class Scoring:
-    "A request that wants the logits of all its tokens and writes nothing."
-    def __init__(self, request_id: str, token_ids: list[int], on_rows: Callable[[int, np.ndarray], None], on_output: Callable[[StepOutput], None]):
-        self.request = Request(request_id, list(token_ids), all_rows=True)
+    "A request that wants the logits of all its tokens, or their hidden states, and writes nothing."
+    def __init__(self, request_id: str, token_ids: list[int], on_rows: Callable[[int, np.ndarray], None], on_output: Callable[[StepOutput], None], hidden: bool = False):
+        self.request = Request(request_id, list(token_ids), all_rows=not hidden, hidden=hidden)
         self.on_rows, self.on_output, self.clock, self.done = on_rows, on_output, Clock(), False
 
     def take(self, rows, n, started) -> None:
@@ -228,11 +231,12 @@ class Scoring:
     def ended(self, reason, error=None):
         return StepOutput(self.request.request_id, "", [], None, reason, None, self.request.num_prompt_tokens, 0, 0, self.clock.timing(), error)
 
-# %% ../nbs/43_engine.ipynb #0c6e04df
+# %% ../nbs/43_engine.ipynb #1b0ddd47
 class EngineCore:
     "Model, scheduler and the live requests: one thread, no locks."
     def __init__(self, model, config: EngineConfig):
         self.model, self.live, self.num_steps, self.num_tokens = model, {}, 0, 0
+        self.metrics = Metrics(config.enable_prefix_caching)
         self.scheduler = Scheduler(model.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, model.max_num_out,
                                    config.enable_prefix_caching, config.long_prefill_token_threshold, config.state_checkpoint_interval, config.priority_aging_steps)
 
@@ -245,6 +249,7 @@ class EngineCore:
         self.model.transfer(step.after)
         sampled = self.sample(step.scheduled, rows, started)
         self.scheduler.update(step, sampled)
+        self.count(step, sampled)
         self.emit(step.scheduled)
         self.num_steps, self.num_tokens = self.num_steps + 1, self.num_tokens + step.num_tokens
 
@@ -261,14 +266,15 @@ class EngineCore:
         "Free what a request holds, then tell its owner."
         self.scheduler.finish(work.request)
         del self.live[work.request.request_id]
+        self.metrics.end(work.request, output)
         try: work.on_output(output)
         except Exception: log.exception("on_output of %s failed at its last output", work.request.request_id)
 
-# %% ../nbs/43_engine.ipynb #080ee963
+# %% ../nbs/43_engine.ipynb #5c591420
 log = logging.getLogger("literate_engine.engine")
 
 def _forward(self, scheduled: list, again: bool = False) -> dict[str, np.ndarray]:
-    "request_id -> the rows of logits it asked for; after a failure, of those requests that work alone."
+    "request_id -> the rows of logits (or of hidden states) it asked for; after a failure, of those requests that work alone."
     if not scheduled: return {}
     try:
         if again: self.restore_state(scheduled[0][0])
@@ -278,10 +284,11 @@ def _forward(self, scheduled: list, again: bool = False) -> dict[str, np.ndarray
     except Exception as e:
         if len(scheduled) == 1: return self.fail(scheduled[0][0], e) or {}
         return {k: v.copy() for one in scheduled for k, v in self.forward([one], again=True).items()}
-    rows, at = {}, 0
+    rows, at, token = {}, 0, 0
     for r, n in scheduled:
         count = {"all": n, "last": 1, None: 0}[r.rows(n)]
-        rows[r.request_id], at = logits[at:at + count], at + count
+        rows[r.request_id] = self.model.hidden(token, n) if r.hidden else logits[at:at + count]
+        at, token = at + count, token + n
     return rows
 
 def _restore_state(self, request) -> None:
@@ -293,7 +300,7 @@ def _restore_state(self, request) -> None:
 
 EngineCore.forward, EngineCore.restore_state = _forward, _restore_state
 
-# %% ../nbs/43_engine.ipynb #ec8ce62b
+# %% ../nbs/43_engine.ipynb #65adfb54
 def _sample(self, scheduled: list, rows: dict, started: float) -> dict[str, int]:
     "request_id -> its next token, for those that caught up."
     sampled = {}
@@ -312,21 +319,26 @@ def _emit(self, scheduled: list) -> None:
         try: work.on_output(output)
         except Exception as e: self.fail(request, e)
 
+def _count(self, step, sampled: dict) -> None:
+    "Note the step and its tokens in the metrics."
+    if step.scheduled: self.metrics.step(len(step.scheduled), step.num_tokens)
+    for request_id in sampled: self.metrics.token(self.live[request_id].request, self.live[request_id].clock)
+
 def _fail(self, request, error: Exception) -> None:
     "End one request with an error; the engine goes on."
     log.error("request %s failed", request.request_id, exc_info=error)
     if work := self.live.get(request.request_id): self.end(work, work.ended("error", f"{type(error).__name__}: {error}"))
 
-EngineCore.sample, EngineCore.emit, EngineCore.fail = _sample, _emit, _fail
+EngineCore.sample, EngineCore.count, EngineCore.emit, EngineCore.fail = _sample, _count, _emit, _fail
 
-# %% ../nbs/43_engine.ipynb #fb567fc5
+# %% ../nbs/43_engine.ipynb #2df1de0f
 class ScriptedModel:
     "Stands in for a Model: `script(token_ids) -> next id` on the tokens found in the cache."
     def __init__(self, script: Callable[[list[int]], int], n_vocab: int, n_token: int | None = None, max_model_len: int = 64, num_blocks: int = 33,
                  max_num_seqs: int = 8, max_num_batched_tokens: int = 32, max_num_out: int | None = None, num_state_slots: int = 0):
         self.states = RecurrentState([(None, (max_model_len + 1,))], num_state_slots) if num_state_slots else None     # how many tokens, and which
         self.script, self.pool, self.max_num_out = script, CachePool(num_blocks, self.states), max_num_out or max_num_seqs
-        self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
+        self.config = SimpleNamespace(n_vocab=n_vocab, n_token=n_token or n_vocab, n_embd=n_vocab, n_ctx=max_model_len, arch="scripted", layers=(), notes=())
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_needed(max_model_len), num_blocks=num_blocks, num_slots=num_state_slots and num_state_slots + 1)
         self.slots, self.closed = np.full(num_blocks * BLOCK_SIZE, -1, np.int64), False
 
@@ -356,6 +368,9 @@ class ScriptedModel:
     def transfer(self, moves) -> None:
         for _, source, target in moves: self.states.copy(source, target)
 
+    def hidden(self, start: int, n: int) -> np.ndarray:   # [n, n_vocab] float32: a 1 where the token's id is
+        return np.eye(self.config.n_vocab, dtype=np.float32)[self.batch.token_ids[start:start + n]]
+
     def close(self): self.closed = True
 
 # %% ../nbs/43_engine.ipynb #bcf2a48e
@@ -381,7 +396,7 @@ class Loaded(NamedTuple):
     name: str
     file: object = None                   # closed with the engine
 
-# %% ../nbs/43_engine.ipynb #3d146d57
+# %% ../nbs/43_engine.ipynb #37aab0c8
 class Engine:
     "A model behind an inbox; outputs are delivered on the engine's thread."
     def __init__(self,
@@ -394,7 +409,8 @@ class Engine:
         elif config.max_model_len is None: config = replace(config, max_model_len=source.model.config.n_ctx)
         self.model, self.tokenizer, self.chat_template, self.metadata, self.name, self._file = source
         self.config, self.model_config, self.max_model_len = config, self.model.config, config.max_model_len
-        self.core, self.num_submitted = EngineCore(self.model, config), 0
+        self.core, self.num_submitted, self.num_refused = EngineCore(self.model, config), 0, 0
+        self.grammars = Grammars(self.tokenizer, self.model_config.n_token)
         self._inbox, self._wake, self._stopping, self._thread = deque(), threading.Condition(), False, None
 
     def start(self) -> "Engine":
@@ -433,7 +449,7 @@ def _stop(self) -> None:
 
 Engine._run, Engine.stop, Engine.close = _run, _stop, _stop
 
-# %% ../nbs/43_engine.ipynb #aa39d965
+# %% ../nbs/43_engine.ipynb #0decbca6
 def _submit(self,
     prompt_ids: list[int],
     params: SamplingParams | None,
@@ -447,20 +463,22 @@ def _submit(self,
     if params.n != 1: raise ValueError(f"n is {params.n}: submit one request for each choice (see `choices`)")
     if params.seed is None and self.config.seed is not None: params = replace(params, seed=self.config.seed + self.num_submitted)
     if isinstance(priority, bool) or not hasattr(priority, "__index__") or not -2**31 <= priority < 2**31: raise ValueError(f"priority is {priority!r}: expected an integer of 32 bits")
-    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt)
+    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt,
+                      self.grammars.matcher(params))
     work.request.priority = priority.__index__()
     return self._enter(work)
 
-# %% ../nbs/43_engine.ipynb #b2f1e706
+# %% ../nbs/43_engine.ipynb #e0a7bfb3
 def _score(self,
     token_ids: list[int],
-    on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, logits [k, n_vocab], valid during the call)
+    on_rows: Callable[[int, np.ndarray], None],   # (index of the first token, rows [k, n_vocab or n_embd], valid during the call); after a preemption again from 0
     on_output: Callable[[StepOutput], None],
+    hidden: bool = False,                 # hidden states instead of logits
 ) -> str:
-    "Queue a request for the logits of all tokens."
+    "Queue a request for the logits of all tokens, or for their hidden states."
     token_ids = self.check_ids(token_ids)
     if len(token_ids) > self.max_model_len: raise ValueError(f"{len(token_ids)} tokens, expected at most max_model_len = {self.max_model_len}")
-    return self._enter(Scoring(uuid.uuid4().hex, token_ids, on_rows, on_output))
+    return self._enter(Scoring(uuid.uuid4().hex, token_ids, on_rows, on_output, hidden))
 
 def _check_ids(self, ids) -> list[int]:
     "Ids as a list of ints; ValueError if there are none or one is out of range."
@@ -476,7 +494,9 @@ def _enter(self, work) -> str:
     request_id, limit = work.request.request_id, self.config.max_num_seqs + self.config.max_num_waiting
     with self._wake:
         if self._stopping: raise RuntimeError("the engine is stopped")
-        if len(self.core.live) + len(self._inbox) >= limit: raise EngineFull(f"{limit} requests are running or waiting: try again later")
+        if len(self.core.live) + self._num_arriving() >= limit:
+            self.num_refused += 1
+            raise EngineFull(f"{limit} requests are running or waiting: try again later")
         if request_id in self.core.live or any(getattr(w, "request", None) and w.request.request_id == request_id for _, w in self._inbox):
             raise ValueError(f"request id {request_id!r} is in use")
         self._inbox.append((self.core.add, work))
@@ -484,15 +504,19 @@ def _enter(self, work) -> str:
         self._wake.notify_all()
     return request_id
 
+def _num_arriving(self) -> int:
+    "Requests in the inbox; the caller holds the lock."
+    return sum(do == self.core.add for do, _ in self._inbox)
+
 def _abort(self, request_id: str) -> None:
     "End a request before the next step, from any thread; unknown and finished ids are no matter."
     with self._wake:
         self._inbox.append((self.core.abort, request_id))
         self._wake.notify_all()
 
-Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine.abort = _submit, _score, _check_ids, _enter, _abort
+Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine._num_arriving, Engine.abort = _submit, _score, _check_ids, _enter, _num_arriving, _abort
 
-# %% ../nbs/43_engine.ipynb #8d3c956a
+# %% ../nbs/43_engine.ipynb #e84e486d
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
 
 @without_gc()
@@ -515,6 +539,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")
     return Loaded(model, tokenizer, template, file.metadata, name, file), config
 
+# %% ../nbs/43_engine.ipynb #550234b7
 def _props(self) -> dict:
     "What is in effect, and what was assumed."
     notes = [*getattr(self.model_config, "notes", ()), *map(str, getattr(self.model, "notes", ()))]
@@ -525,12 +550,32 @@ def _props(self) -> dict:
 
 def _stats(self) -> dict[str, int]:
     "Counters and gauges of this moment."
-    s, pool = self.core.scheduler, self.model.pool
-    return {"num_running": len(s.running), "num_waiting": len(s.waiting) + len(self._inbox), "num_submitted": self.num_submitted,
+    s, pool, states = self.core.scheduler, self.model.pool, self.model.pool.states
+    with self._wake: arriving = self._num_arriving()
+    return {"num_running": len(s.running), "num_waiting": len(s.waiting) + arriving, "num_submitted": self.num_submitted, "num_refused": self.num_refused,
             "num_preemptions": s.num_preemptions, "num_steps": self.core.num_steps, "num_tokens": self.core.num_tokens,
-            "num_kv_blocks": pool.num_blocks - 1, "num_free_kv_blocks": pool.num_free}
+            "num_kv_blocks": pool.num_blocks - 1, "num_free_kv_blocks": pool.num_free,
+            "num_state_slots": states.num_slots if states else 0, "num_free_state_slots": states.num_free if states else 0}
 
-Engine.props, Engine.stats = _props, _stats
+def _slots(self) -> Future:               # of {"running": [one dict a request], "num_waiting", "num_kv_blocks", ...}
+    "How far every running request is, all at the same moment; without their texts."
+    picture = Future()
+    with self._wake:
+        if self._stopping: raise RuntimeError("the engine is stopped")
+        self._inbox.append((self._take_picture, picture))
+        self._wake.notify_all()
+    return picture
+
+def _take_picture(self, picture: Future) -> None:
+    if not picture.set_running_or_notify_cancel(): return                  # nobody is waiting for it any more
+    now, pick = time.perf_counter(), ("num_waiting", "num_kv_blocks", "num_free_kv_blocks", "num_state_slots", "num_free_state_slots")
+    running = [{"id": r.request_id, "num_prompt_tokens": r.num_prompt_tokens, "num_cached_tokens": r.num_cached_tokens, "num_computed_tokens": r.num_computed_tokens,
+                "num_output_tokens": r.num_tokens - r.num_prompt_tokens, "priority": r.priority, "num_preemptions": r.num_preemptions,
+                "num_kv_blocks": len(r.block_ids), "age": round(now - self.core.live[r.request_id].clock.arrived, 3)} for r in self.core.scheduler.running]
+    stats = self.stats()
+    picture.set_result({"running": running, **{name: stats[name] for name in pick}})
+
+Engine.props, Engine.stats, Engine.slots, Engine._take_picture = _props, _stats, _slots, _take_picture
 
 # %% ../nbs/43_engine.ipynb #d83a96fb
 def scripted_engine(script: Callable[[list[int]], int], n_vocab: int = 257, max_model_len: int = 64, num_blocks: int = 33, num_state_slots: int = 0, **config) -> Engine:

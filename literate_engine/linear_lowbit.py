@@ -37,7 +37,7 @@ def pack_mxfp4(w, s, o, p, r):
     o[p + 256 + r] = w[s]
 BLOCKS["IQ4_NL"], BLOCKS["MXFP4"] = (32, 18, pack_block(18, 2, False, False)), (32, 17, pack_mxfp4)
 
-# %% ../nbs/16_linear_lowbit.ipynb #24f45285
+# %% ../nbs/16_linear_lowbit.ipynb #cb481f77
 def int8_super_signed(f: Layout, T: int):
     "Super-blocks of 256 signed weights of 8 bits, an integer scale for each 32 or 16."
     signed, PARTS, GAP, STEP, CHUNK, BYTES, S, NC = f.signed, f.parts, f.gap, f.step, f.chunk, f.chunk_bytes, f.scale_at, f.super
@@ -48,7 +48,7 @@ def int8_super_signed(f: Layout, T: int):
         for i in range(K//256):
             tot = tile_i32(T)
             for c in range(NC):
-                if T == 1: prefetch_lines(W, p + AHEAD, LINES)
+                prefetch_lines(W, p + AHEAD, LINES)
                 dots = tile_imul_x(tile_i32(T), i32v(-BIAS), sums32, s + i*8 + c, ld) if CHUNK == 32 else tile_dots_i8(T, sums, s + i*16 + c, ld)
                 for j in range(PARTS): dots = tile_dot_i8(dots, signed(W, p, j), x, q + j*STEP, R, GAP)
                 tot = tile_scaled(tot, dots, load_i8i32x16(W, p + S))
@@ -69,7 +69,7 @@ def pack_iq4_xs(w, s, o, p, r):
 LAYOUTS["IQ4_XS"] = Layout(iq4_codes, 4, 16, 4, 32, 256 + 16, 128, False, super=8, scale_bytes=16, tail=32, signed=iq4_signed, kernel=int8_super_signed)
 BLOCKS["IQ4_XS"] = (256, 136, pack_iq4_xs)
 
-# %% ../nbs/16_linear_lowbit.ipynb #8021aa8f
+# %% ../nbs/16_linear_lowbit.ipynb #61808892
 @jit
 def twobits(W, p, i):
     w = load_u8x64(W, p)
@@ -92,7 +92,7 @@ def int8_q2_k(f: Layout, T: int):
         for i in range(K//256):
             tot, low, first = tile_i32(T), tile_i32(T), p
             for c in range(16):
-                if T == 1: prefetch_lines(W, p + AHEAD, 2)
+                prefetch_lines(W, p + AHEAD, 2)
                 dots = tile_dot(tile_dots(T, 0, sums, s, ld), twobits(W, p, 0), x, q, R, 4)
                 tot = tile_scaled(tot, dots, load_u8i32x16(W, p + 64) & 15)
                 p += 80; q += 16

@@ -108,7 +108,7 @@ MIXERS = {"full_attention": attention_block, "sliding_attention": attention_bloc
           "attention_and_mamba2": side_by_side(attention_block, with_state(mamba2_block))}
 FEED_FORWARDS = {"dense": gated_mlp, "plain": plain_mlp, "moe": expert_mlp, "dense_and_moe": dense_and_experts}
 
-# %% ../nbs/31_model.ipynb #11112d1d
+# %% ../nbs/31_model.ipynb #5ce8717c
 def norm(ops, config: ModelConfig, w, name: str, x):
     "The model's kind of norm, with the weights called `name`"
     if config.norm == "rms": return ops.rms_norm(x, getattr(w, name), config.eps)
@@ -126,7 +126,7 @@ def add_embedding(ops, layer, lw, x, e, eps):
     return ops.add(x, ops.rms_norm(h, lw.post_norm, eps))
 
 def forward(ops, config: ModelConfig, w, batch, cache):
-    "Logits of the rows that batch.out_rows names: [num_out, n_vocab]"
+    "The stream after the last layer, [tokens, n_embd], and logits of the rows that batch.out_rows names, [num_out, n_vocab]"
     x = ops.embed(w.token_embd, batch.token_ids, config.embed_scale)
     if config.n_embd_layer: e = layer_embeddings(ops, config, w, batch, x)
     for i, (layer, lw, part) in enumerate(zip(config.layers, w.layers, cache)):
@@ -142,9 +142,9 @@ def forward(ops, config: ModelConfig, w, batch, cache):
             x = ops.add(x, f, layer.residual_scale)
         if layer.n_embd_layer: x = add_embedding(ops, layer, lw, x, ops.take_columns(e, i*layer.n_embd_layer, layer.n_embd_layer), config.eps)
         if layer.output_scale: x = ops.scale(x, lw.layer_output_scale)
-    x = norm(ops, config, w, "output_norm", ops.take_rows(x, batch.out_rows))
-    logits = ops.linear(x, w.output)
-    return ops.softcap(logits, config.logit_softcap, config.logit_scale) if config.logit_softcap or config.logit_scale != 1 else logits
+    logits = ops.linear(norm(ops, config, w, "output_norm", ops.take_rows(x, batch.out_rows)), w.output)
+    if config.logit_softcap or config.logit_scale != 1: logits = ops.softcap(logits, config.logit_softcap, config.logit_scale)
+    return x, logits
 
 # %% ../nbs/31_model.ipynb #ca27ea24
 OPTIONAL = ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "attn_norm_bias", "ffn_norm_bias", "ffn_up_bias", "ffn_down_bias",
@@ -258,7 +258,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #2eef1e40
+# %% ../nbs/31_model.ipynb #92de171e
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
@@ -293,18 +293,18 @@ class Model:
         self.notes, self.weight_bytes = list(packed.notes.values()), packed.nbytes
         self._open_trace()
         recorder = Recorder(self.max_model_len, self.activations)
-        logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
+        self._stream, logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
         compile_ops([*packed.ops, *(i.op for i in recorder.code)], num_cores())
         run_jobs(jobs, num_threads, progress)
         self.file.close()                                                         # every byte that is needed has been packed
         self.workers = Workers(num_threads)
         scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids), self.max_model_len) for l in self.config.layers)
-        self.program = Program(recorder, logits, self.batch, self.workers, self.max_num_out, scratch)
+        self.program = Program(recorder, logits, self.batch, self.workers, self.max_num_out, scratch, (self._stream,))
 
     def forward(self, batch: Batch) -> np.ndarray: # [num_out, n_vocab] float32, valid until the next step
         "Run one step: store its tokens' K and V, return the logits of the rows it asks for"
         assert batch is self.batch, "a program is bound to its model's batch: fill model.batch"
-        if self.device == "ref": logits = forward(self.ops, self.config, self.weights, step_view(batch), self.layer_caches)
+        if self.device == "ref": self._stream, logits = forward(self.ops, self.config, self.weights, step_view(batch), self.layer_caches)
         else: logits = self.program.run()
         for i, r, routes in self.routes: self.trace.add(i, *choices_of(routes[:batch.num_tokens], r.n_expert_used), batch.positions[:batch.num_tokens])
         return logits
@@ -315,6 +315,12 @@ class Model:
             assert kind == "state", f"nothing is known of a transfer of kind {kind!r}"
             self.states.copy(source, target)
 
+    def hidden(self, start: int, n: int) -> np.ndarray: # [n, n_embd] float32
+        "Hidden states of some of the last step's tokens after the last norm: what the output matrix reads, and what an embedding is made of"
+        x = (self._stream if self.device == "ref" else self.program.value(self._stream, start + n))[start:start + n]
+        last = {k: v if v is None else np.asarray(v)[:self.config.n_embd] for k in ("output_norm", "output_norm_bias") for v in [getattr(self.weights, k)]}
+        return norm(ReferenceOps(0), self.config, SimpleNamespace(**last), "output_norm", x)
+
     def _open_trace(self):
         "Rows into which each mixture layer copies its choices, if somebody wants a trace"
         mixtures = [(i, l.router) for i, l in enumerate(self.config.layers) if l.router and self.trace is not None]
@@ -324,7 +330,7 @@ class Model:
     def close(self):
         "Stop the threads and give the memory back"
         if self.device != "ref": self.workers.close()
-        self.weights = self.cache = self.states = self.layer_caches = self.program = self.ops = None
+        self.weights = self._stream = self.cache = self.states = self.layer_caches = self.program = self.ops = None
         self.file.close()
 
 # %% ../nbs/31_model.ipynb #797305b9

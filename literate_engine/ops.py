@@ -22,12 +22,12 @@ def padded_rows(x: np.ndarray) -> np.ndarray: # [rows, width] -> [rows, pad16(wi
     y[:, :x.shape[1]] = x
     return y
 
-# %% ../nbs/15_ops.ipynb #aed69e41
+# %% ../nbs/15_ops.ipynb #ffda8dd6
 def rms_norm_ref(x: np.ndarray,   # [rows, width] float32
                  w: np.ndarray,   # [group] float32; width is a multiple of it
                  eps: float) -> np.ndarray:
     "RMS norm over groups of `len(w)` values (Zhang and Sennrich 2019)"
-    h = x.reshape(len(x), -1, len(w))
+    h = x.reshape(len(x), x.shape[1]//len(w), len(w))
     scale = 1/np.sqrt((h*h).mean(-1, keepdims=True, dtype=np.float32) + np.float32(eps))
     return (h*scale*w).reshape(x.shape)
 
@@ -140,7 +140,7 @@ def rope(tid, n, I, S):
             for i in range(dim, head_dim): y[o0+i] = x[i0+i]
         for i in range(width, ld): y[(t+shift)*ld + i] = np.float32(0.)
 
-# %% ../nbs/15_ops.ipynb #a91c9aad
+# %% ../nbs/15_ops.ipynb #b1d8336b
 def sigmoid_ref(x: np.ndarray) -> np.ndarray:
     "1 / (1 + exp(-x))"
     return 1/(1 + np.exp(-np.maximum(x, -87)))                     # below, exp would overflow, and the result is 0 in all its digits

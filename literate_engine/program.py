@@ -13,14 +13,14 @@ import numpy as np
 from .recorder import Instruction, Recorder, Value, aligned
 from .cpu_ops import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #5b7e5ab2
-def allocate(code: list[Instruction], rows: dict[str, int], keep: Value) -> list[int]:
-    "Give each value of the program a slot (`Value.slot`); returns the slots' sizes in bytes. `keep` is read after the end"
+# %% ../nbs/30_program.ipynb #a004b4e4
+def allocate(code: list[Instruction], rows: dict[str, int], keep: tuple[Value, ...]) -> list[int]:
+    "Give each value of the program a slot (`Value.slot`); returns the slots' sizes in bytes. Those of `keep` are read after the end"
     size = lambda v: -(-rows[v.rows]*v.row_bytes//64)*64
     last = {v: n for n, i in enumerate(code) for v in i.reads()}
     sizes, free = [], []
     for n, i in enumerate(code):
-        dying = [v for v in dict.fromkeys(i.reads()) if last[v] == n and v is not keep]
+        dying = [v for v in dict.fromkeys(i.reads()) if last[v] == n and v not in keep]
         if i.out is not None:
             in_place = [v for v, how, writes in i.access if how == "columns" and v in dying and v.written != "rows" and (v.width, v.act) == (i.out.width, i.out.act)]
             fits = [s for s in free if size(i.out) <= sizes[s] <= 2*size(i.out)]
@@ -89,13 +89,14 @@ class Workers:
         for t in self.threads: t.join()
         self.threads = []
 
-# %% ../nbs/30_program.ipynb #77407555
+# %% ../nbs/30_program.ipynb #5869010b
 class Program:
     "A recorded forward, ready to run: `run(batch)` is one compiled call per thread"
-    def __init__(self, recorder: Recorder, logits: Value, batch, workers: Workers, max_num_out: int, scratch_bytes: int):
+    def __init__(self, recorder: Recorder, logits: Value, batch, workers: Workers, max_num_out: int, scratch_bytes: int,
+                 keep: tuple[Value, ...] = ()):    # values that can be read after a step, besides the logits
         self.code, self.batch, self.workers, self.kept = recorder.code, batch, workers, recorder
         rows = {"tokens": max(len(batch.token_ids), workers.n), "outputs": max(max_num_out, workers.n)}
-        sizes = allocate(self.code, rows, logits)
+        sizes = allocate(self.code, rows, (logits, *keep))
         self.masks = barriers(self.code)
         self.arena = aligned(sum(sizes))
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -13,13 +13,14 @@ from operator import attrgetter
 
 from .kvcache import BLOCK_SIZE, CacheHandle, Transfer, block_keys, blocks_needed
 
-# %% ../nbs/41_scheduler.ipynb #63e7c453
+# %% ../nbs/41_scheduler.ipynb #e9d9cdc4
 @dataclass(eq=False, slots=True)
 class Request:
     "The scheduler's view of one request."
     request_id: str
     token_ids: list[int]              # the prompt's, then what was generated
     all_rows: bool = False            # logits wanted for every token; False: only for the last
+    hidden: bool = False              # no logits wanted, but the hidden states of every token
     salt: str = ""                    # requests with different salts share no blocks
     priority: int = 0                 # lower = earlier
     num_prompt_tokens: int = 0
@@ -53,7 +54,7 @@ class Request:
 
     def rows(self, n: int) -> str | None:
         "Whose logits a step over the next n tokens must return: of all of them, of the last, of none."
-        return "all" if self.all_rows else "last" if n == self.num_new_tokens else None
+        return "all" if self.all_rows else "last" if n == self.num_new_tokens and not self.hidden else None
 
 # %% ../nbs/41_scheduler.ipynb #5386110e
 @dataclass(slots=True)
@@ -138,10 +139,10 @@ def _take(self, queue: list, request: Request) -> None:
 
 Queues.preempt, Queues.finish, Queues._leave, Queues._take = _preempt, _finish, _leave, _take
 
-# %% ../nbs/41_scheduler.ipynb #72c1b64d
+# %% ../nbs/41_scheduler.ipynb #9e158607
 def _find(self, request: Request) -> tuple[list[int], list[bytes]]:
     "Blocks that hold the beginning of a waiting request, with their keys. Its last token is always computed: somebody has to predict the next."
-    if not self.prefix_caching or request.all_rows: return [], []
+    if not self.prefix_caching or request.all_rows or request.hidden: return [], []
     keys = request.keys_of(request.num_tokens - 1)
     known = self.pool.find(keys)
     request.num_known_tokens = len(known)*BLOCK_SIZE

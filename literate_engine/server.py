@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Gone', 'Live', 'disconnected', 'Choice', 'Answer',
-           'chat_completions', 'completions', 'health', 'models', 'model', 'props', 'metrics', 'tokenize', 'detokenize',
-           'create_app', 'listen', 'background', 'serve', 'main']
+           'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
+           'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #1dd9516a
+# %% ../nbs/51_server.ipynb #8f762276
 import argparse
 import asyncio
 import functools
@@ -28,15 +28,18 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from .access import Access, Refused, access_for, check_type
 from .chat import TemplateError
 from .core import find_model
 from .engine import Engine, EngineConfig, EngineFull
-from .protocol import (DONE, MAX_DEPTH, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
-                                      RequestError, TokenizeRequest, check_token_ids, event, invalid, joined_logprobs, parse_json, parse_request,
-                                      prompt_list, sampling_options, template_messages, to_json, usage)
+from .llm import Pool, default_pooling
+from .metrics import TYPE, exposition
+from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
+                                      EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, embedding_reply, event, invalid, joined_logprobs,
+                                      parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
-# %% ../nbs/51_server.ipynb #67fe1e05
+# %% ../nbs/51_server.ipynb #b14315f3
 @dataclass(frozen=True)
 class Limits:
     "What one request may ask of the server."
@@ -44,13 +47,15 @@ class Limits:
     body_seconds: float = 60.0           # to send its body
     json_depth: int = MAX_DEPTH
     choices: int = 128                   # prompts x n
+    slots_seconds: float = 30.0          # to wait for the end of a step, for /slots
     ping_seconds: float = 10.0           # a comment line after so much silence in a stream; negative: never
 
-# %% ../nbs/51_server.ipynb #be5eff17
+# %% ../nbs/51_server.ipynb #8fd17a24
 class Serving:
-    "The engine (perhaps still loading), its public name, the limits."
-    def __init__(self, engine, model_name: str | None = None, limits: Limits | None = None):
-        self.future, self.limits, self._name, self.live, self.stopping = engine, limits or Limits(), model_name, set(), False
+    "The engine (perhaps still loading), its public name, the limits, and who may ask."
+    def __init__(self, engine, model_name: str | None = None, limits: Limits | None = None, access: Access | None = None):
+        self.future, self.limits, self.access, self._name = engine, limits or Limits(), access, model_name
+        self.live, self.num_disconnects, self.stopping = set(), 0, False
         if not isinstance(engine, Future):
             self.future = Future()
             self.future.set_result(engine)
@@ -86,7 +91,7 @@ class Serving:
         self.stopping = True
         for live in self.live: live.put(None)
 
-# %% ../nbs/51_server.ipynb #ddf8d627
+# %% ../nbs/51_server.ipynb #b9c41e6b
 log = logging.getLogger("literate_engine.server")
 
 def _serving(request: Request) -> Serving: return request.app.state.serving
@@ -94,8 +99,12 @@ def _serving(request: Request) -> Serving: return request.app.state.serving
 def _json(value, status: int = 200, headers: dict | None = None) -> Response:
     return Response(to_json(value), status, headers, media_type="application/json")
 
+def _error(e: Refused) -> RequestError: return RequestError(e.message, status=e.status, code=e.code)
+
 async def read_body(request: Request) -> dict:
     "The JSON object of a request, read within the limits."
+    try: check_type(request.headers.raw)
+    except Refused as e: raise _error(e) from None
     limits, chunks, size = _serving(request).limits, [], 0
     too_large = RequestError(f"the body is larger than {limits.body_bytes} bytes", status=413)
     if int(request.headers.get("content-length") or 0) > limits.body_bytes: raise too_large
@@ -108,14 +117,14 @@ async def read_body(request: Request) -> dict:
     except TimeoutError: raise RequestError(f"the body did not arrive within {limits.body_seconds:g} s", status=408) from None
     return parse_json(b"".join(chunks), limits.json_depth)
 
-# %% ../nbs/51_server.ipynb #291a9840
+# %% ../nbs/51_server.ipynb #56082ae4
 class Gone(Exception):
     "The client has hung up."
 
 class Live:
     "The engine requests of one HTTP request."
-    def __init__(self, serving: Serving, jobs: list): # jobs: (prompt_ids, SamplingParams) for each choice
-        self.serving, self.engine, self.jobs, self.arrived, self.open = serving, serving.engine, jobs, deque(), {}
+    def __init__(self, serving: Serving, jobs: list, options: dict): # jobs: (prompt_ids, SamplingParams) for each choice, with `options` of Engine.submit, or (ids, Pool) for each embedding
+        self.serving, self.engine, self.jobs, self.options, self.arrived, self.open = serving, serving.engine, jobs, options, deque(), {}
         self.wake = asyncio.Event()                                     # something has arrived, or the client has left
         if serving.stopping: raise _stopping()
         serving.live.add(self)
@@ -124,13 +133,17 @@ class Live:
         "Queue every job, or none: RequestError 429 when the engine is full, 400 when it refuses one."
         loop = asyncio.get_running_loop()
         try:
-            for index, (prompt_ids, params) in enumerate(self.jobs):
+            for index, job in enumerate(self.jobs):
                 def heard(output, index=index):                          # on the engine's thread
                     try: loop.call_soon_threadsafe(self.put, (index, output))
                     except RuntimeError: pass                            # the loop is closed: nobody is listening
-                self.open[index] = self.engine.submit(prompt_ids, params, heard, uuid.uuid4().hex)
+                self.open[index] = self.start(*job, heard)
         except EngineFull: raise RequestError("too many requests are running or waiting; try again later", status=429, code="engine_full") from None
         except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
+
+    def start(self, prompt_ids, what, heard) -> str:
+        if isinstance(what, Pool): return self.engine.score(prompt_ids, what.add, heard, hidden=True)
+        return self.engine.submit(prompt_ids, what, heard, uuid.uuid4().hex, **self.options)
 
     def put(self, item) -> None:
         "(index, output), or None: the server is stopping."
@@ -143,7 +156,7 @@ class Live:
 
 def _stopping(): return RequestError("the server is stopping", status=503, code="stopping")
 
-# %% ../nbs/51_server.ipynb #178a1d32
+# %% ../nbs/51_server.ipynb #ce75b27c
 async def disconnected(receive) -> None:
     "Returns when the client has hung up."
     while (await receive())["type"] != "http.disconnect": pass
@@ -159,9 +172,15 @@ async def _next(self, gone: asyncio.Task, seconds: float | None):
     if (got := self.arrived.popleft()) is None: raise _stopping()
     index, output = got
     if output.finish_reason: self.open.pop(index, None)
-    if output.finish_reason == "error": raise RequestError("the engine failed on this request", status=500)
+    if output.finish_reason == "error": raise _failed(output.error)
     if output.finish_reason == "abort": raise RequestError("the engine was stopped", status=500)
     return index, output
+
+def _failed(error: str | None) -> RequestError:
+    "A request that failed in the engine: through its own constraint, or through no fault of its own."
+    kind, _, reason = (error or "").partition(": ")
+    if kind == "ConstraintError": return RequestError(reason, status=400, code="constraint_failed")
+    return RequestError("the engine failed on this request", status=500)
 
 Live.next = _next
 
@@ -182,20 +201,20 @@ class Choice:
         self.finish_reason = output.finish_reason
         self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
 
-# %% ../nbs/51_server.ipynb #1ae14679
+# %% ../nbs/51_server.ipynb #8718218c
 class Answer(Response):
     "The reply to a generation request."
-    def __init__(self, serving: Serving, jobs: list, reply, n: int, stream: bool, heads: list[str]):
-        self.serving, self.jobs, self.reply, self.n, self.streamed, self.background = serving, jobs, reply, n, stream, None
+    def __init__(self, serving: Serving, jobs: list, options: dict, reply, n: int, stream: bool, heads: list[str]):
+        self.serving, self.jobs, self.options, self.reply, self.n, self.streamed, self.background = serving, jobs, options, reply, n, stream, None
         self.choices = [Choice([h]) for h in heads]                      # heads: text shown before the answer (echo)
 
     async def __call__(self, scope, receive, send):
-        live, gone = Live(self.serving, self.jobs), asyncio.ensure_future(disconnected(receive))
+        live, gone = Live(self.serving, self.jobs, self.options), asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda _: live.wake.set())
         try:
             live.submit()
             await (self.stream if self.streamed else self.collect)(live, gone, scope, receive, send)
-        except Gone: pass
+        except Gone: self.serving.num_disconnects += 1
         finally:
             live.close(); gone.cancel()
 
@@ -253,7 +272,7 @@ def _told(error: Exception) -> RequestError:
 
 Answer.stream, Answer._opening, Answer._events = _stream, _opening, _events
 
-# %% ../nbs/51_server.ipynb #0c17b17f
+# %% ../nbs/51_server.ipynb #05761660
 router = APIRouter()
 
 @router.post("/v1/chat/completions")
@@ -264,7 +283,7 @@ async def chat_completions(request: Request):
     if engine.chat_template is None:
         raise RequestError("this model's file has no chat template: it is a base model, use /v1/completions", "messages", code="no_chat_template")
     ids = await asyncio.to_thread(_chat_ids, serving, asked)
-    return _answer(serving, asked, [ids], ChatReply)
+    return await _answer(serving, asked, [ids], ChatReply)
 
 @router.post("/v1/completions")
 async def completions(request: Request):
@@ -273,9 +292,9 @@ async def completions(request: Request):
     asked = parse_request(CompletionRequest, body)
     prompts = await asyncio.to_thread(lambda: [_prompt_ids(serving, p) for p in prompt_list(asked.prompt)])
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
-    return _answer(serving, asked, prompts, CompletionReply)
+    return await _answer(serving, asked, prompts, CompletionReply)
 
-# %% ../nbs/51_server.ipynb #7ee53ce2
+# %% ../nbs/51_server.ipynb #8bd3b1b2
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
 
 def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
@@ -286,20 +305,20 @@ def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
     try: return template.encode(engine.tokenizer, template_messages(asked.messages, "developer" in template.source), **options)
     except ValueError as e: raise RequestError(str(e), "messages", code="chat_template" if isinstance(e, TemplateError) else "invalid_value") from None
 
-def _prompt_ids(serving, prompt) -> list[int]:
+def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
     "Special tokens written in a prompt count as such: whoever writes the prompt of this route writes all of it."
     engine = serving.engine
-    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab)
-    _need_text(engine); serving.check_length(len(prompt), "prompt")
+    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab, param)
+    _need_text(engine, param); serving.check_length(len(prompt), param)
     try: return engine.tokenizer.encode(prompt, add_special=True, parse_special=True)
-    except ValueError as e: raise invalid("prompt", str(e)) from None
+    except ValueError as e: raise invalid(param, str(e)) from None
 
-def _need_text(engine):
-    if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", "prompt", code="no_tokenizer")
+def _need_text(engine, param: str = "prompt"):
+    if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", param, code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #580753ec
-def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
-    "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices."
+# %% ../nbs/51_server.ipynb #9f97d14f
+async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
+    "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices. A constraint is compiled on a worker thread."
     engine, n = serving.engine, asked.n or 1
     if n * len(prompts) > serving.limits.choices: raise invalid("n", f"{n * len(prompts)} choices, at most {serving.limits.choices} at a time")
     jobs = []
@@ -310,14 +329,53 @@ def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
                                "messages" if shape is ChatReply else "prompt", code="context_length_exceeded")
         options = sampling_options(asked, engine.tokenizer.n_vocab, room)
         try: jobs += [(ids, SamplingParams(**options | ({"seed": options["seed"] + i} if "seed" in options else {}))) for i in range(n)]
-        except ValueError as e: raise RequestError(str(e), getattr(e, "field", None), code="invalid_value") from None
+        except ValueError as e: raise _invalid(e, asked) from None
+    try: await asyncio.to_thread(engine.grammars.matcher, jobs[0][1])               # submit will find it there
+    except ValueError as e: raise _invalid(e, asked) from None
     stream = bool(asked.stream)
     if asked.stream_options and not stream: raise invalid("stream_options", "needs stream: true")
     reply = shape(serving.name, engine.tokenizer, bool(asked.stream_options and asked.stream_options.include_usage))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
-    return Answer(serving, jobs, reply, n, stream, echo)
+    return Answer(serving, jobs, {"cache_salt": asked.cache_salt or "", "priority": asked.priority or 0}, reply, n, stream, echo)
 
-# %% ../nbs/51_server.ipynb #9d57dfe6
+# %% ../nbs/51_server.ipynb #b7dc0e0a
+def _invalid(error: ValueError, asked) -> RequestError:
+    "The reply to a wrong parameter, under the name that the client gave it."
+    field = getattr(error, "field", None)
+    if field == "json_schema" and asked.json_schema is None: return invalid("response_format", str(error))
+    return RequestError(str(error), field, code="invalid_value")
+
+# %% ../nbs/51_server.ipynb #c2b8b1aa
+class Embedded(Answer):
+    "The reply to an embedding request."
+    def __init__(self, serving: Serving, texts: list[list[int]], pooling: str, base64: bool):
+        pools = [Pool(pooling, serving.engine.model_config.n_embd) for _ in texts]
+        self.all_jobs, self.base64 = list(zip(texts, pools)), base64
+        super().__init__(serving, self.all_jobs[:serving.limits.choices], {}, None, 1, False, [])
+
+    async def collect(self, live, gone, scope, receive, send):
+        for first in range(0, len(self.all_jobs), self.serving.limits.choices):
+            if first: live.jobs = self.all_jobs[first:first + self.serving.limits.choices]; live.submit()
+            while live.open: await live.next(gone, None)
+        num_tokens = sum(len(ids) for ids, _ in self.all_jobs)
+        await _json(embedding_reply(self.serving.name, [p.vector() for _, p in self.all_jobs], num_tokens, self.base64))(scope, receive, send)
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request):
+    "OpenAI's route for vectors; pooling is the file's own, else the mean."
+    serving, body = _serving(request), await read_body(request)
+    engine, asked = serving.engine, parse_request(EmbeddingRequest, body)
+    texts = prompt_list(asked.input, "input")
+    if len(texts) > MAX_INPUTS: raise invalid("input", f"{len(texts)} texts, at most {MAX_INPUTS} at a time")
+    texts = await asyncio.to_thread(lambda: [_prompt_ids(serving, t, "input") for t in texts])
+    for i, ids in enumerate(texts):
+        if not ids: raise invalid("input", f"text {i} is empty")
+        if len(ids) > engine.max_model_len:
+            raise RequestError(f"text {i} has {len(ids)} tokens; this server's context holds {engine.max_model_len}", "input", code="context_length_exceeded")
+    try: return Embedded(serving, texts, default_pooling(engine), asked.encoding_format == "base64")
+    except ValueError as e: raise RequestError(str(e), code="no_embeddings") from None
+
+# %% ../nbs/51_server.ipynb #ff9f8ee0
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request):
     "200 when requests are answered; 503 while the model loads."
@@ -345,14 +403,30 @@ async def props(request: Request):
                   "defaults": {"temperature": 0, "max_tokens": {"chat": "the context", "completions": 16}}, "chat_template": template and template.source,
                   "unknown_model_names": "accepted; the reply names the model that answered"})
 
-_COUNTERS = {"num_submitted", "num_steps", "num_tokens", "num_preemptions"}
-
+# %% ../nbs/51_server.ipynb #3bac00ee
 @router.get("/metrics")
 async def metrics(request: Request):
-    "The engine's counters in Prometheus' text format."
-    stats = {f"literate_engine_{k}": ("counter" if k in _COUNTERS else "gauge", v) for k, v in _serving(request).engine.stats().items()}
-    return Response("".join(f"# TYPE {k} {kind}\n{k} {v}\n" for k, (kind, v) in stats.items()), media_type="text/plain; version=0.0.4")
+    "Prometheus' page."
+    serving = _serving(request)
+    return Response(await asyncio.to_thread(exposition, serving.engine.core.metrics, _now(serving), serving.name), media_type=TYPE)
 
+def _now(serving) -> dict:
+    "The gauges of this moment and the counters that are not in the engine's Metrics, by the names of the page."
+    s = serving.engine.stats()
+    blocks, slots = s["num_kv_blocks"] - s["num_free_kv_blocks"], s["num_state_slots"] - s["num_free_state_slots"]
+    return {"num_requests_running": s["num_running"], "num_requests_waiting": s["num_waiting"], "kv_cache_usage_perc": blocks / max(s["num_kv_blocks"], 1),
+            "kv_blocks": s["num_kv_blocks"], "kv_blocks_used": blocks, "state_slots": s["num_state_slots"], "state_slots_used": slots,
+            "num_preemptions": s["num_preemptions"], "requests_submitted": s["num_submitted"], "requests_refused": s["num_refused"],
+            "client_disconnects": serving.num_disconnects}
+
+@router.get("/slots")
+async def slots(request: Request):
+    "The running requests."
+    serving = _serving(request)
+    try: return _json(await asyncio.wait_for(asyncio.wrap_future(serving.engine.slots()), serving.limits.slots_seconds))
+    except TimeoutError: raise RequestError(f"no step of the engine ended within {serving.limits.slots_seconds:g} s", status=503, code="engine_busy") from None
+
+# %% ../nbs/51_server.ipynb #0ce71d9c
 @router.post("/tokenize")
 async def tokenize(request: Request):
     body, engine = await read_body(request), _serving(request).engine
@@ -365,14 +439,29 @@ async def detokenize(request: Request):
     asked = parse_request(DetokenizeRequest, body); _need_text(engine)
     return _json({"content": engine.tokenizer.decode(check_token_ids(asked.tokens, engine.tokenizer.n_vocab, "tokens"))})
 
-# %% ../nbs/51_server.ipynb #a4483f5a
+# %% ../nbs/51_server.ipynb #a6846e4d
+class Guard:
+    "Lets pass what `Access` lets pass."
+    def __init__(self, app, serving: Serving): self.app, self.serving = app, serving
+
+    async def __call__(self, scope, receive, send):
+        try:
+            if scope["type"] == "http" and self.serving.access: self.serving.access.check(scope["path"], scope["headers"])
+        except Refused as e:
+            return await _json(_error(e).body(), e.status, {"www-authenticate": "Bearer"} if e.status == 401 else None)(scope, receive, send)
+        await self.app(scope, receive, send)
+
+# %% ../nbs/51_server.ipynb #88d1c5fb
 def create_app(engine, # a started Engine, or a Future of one
                model_name: str | None = None, # what the model is called in replies; default: its own name
-               limits: Limits | None = None) -> FastAPI:
+               limits: Limits | None = None,
+               access: Access | None = None, # who may ask; None: decided by who listens (`serve`, `background`)
+               ) -> FastAPI:
     "The ASGI application."
     app = FastAPI(title="literate_engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.serving = Serving(engine, model_name, limits)
+    app.state.serving = Serving(engine, model_name, limits, access)
     app.include_router(router)
+    app.add_middleware(Guard, serving=app.state.serving)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _fault)
@@ -386,7 +475,7 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #4271a9a2
+# %% ../nbs/51_server.ipynb #3314852c
 class _Server(uvicorn.Server):
     "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
     async def shutdown(self, sockets=None):
@@ -407,6 +496,7 @@ def listen(host: str, port: int) -> socket.socket:
 def background(app, host: str = "127.0.0.1"):
     "Serve `app` while the block runs; gives its URL."
     sock, server = listen(host, 0), _uvicorn(app)
+    if app.state.serving.access is None: app.state.serving.access, _ = access_for(sock.getsockname()[0], no_api_key=True)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     try: yield f"http://{host}:{sock.getsockname()[1]}"
@@ -414,17 +504,27 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #0c795727
-def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None, **engine_options) -> None:
+# %% ../nbs/51_server.ipynb #46bf6b2a
+def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None,
+          api_key: str | None = None,    # default: the environment's LITERATE_API_KEY
+          no_api_key: bool = False,      # beyond loopback without a key
+          allowed_hosts: tuple = (),     # further names in Host headers
+          **engine_options) -> None:
     "Serve a model file until interrupted; `engine_options` are fields of EngineConfig. ValueError for what the user got wrong."
     config, future = EngineConfig(**engine_options), Future()
-    sock, server = listen(host, port), _uvicorn(create_app(future, model_name, limits))
+    if api_key is None and not no_api_key: api_key = os.environ.get("LITERATE_API_KEY") or None
+    sock = listen(host, port)
+    access, made = access_for(sock.getsockname()[0], api_key, no_api_key, allowed_hosts)
+    server = _uvicorn(create_app(future, model_name, limits, access))
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     def load():
-        try: engine = Engine(path, config).start()
+        try:
+            engine = Engine(path, config).start()
+            if engine.tokenizer.kind != "none": engine.grammars.prepare()      # now, while nobody waits for a token
         except BaseException as e: future.set_exception(e); server.should_exit = True
-        else: future.set_result(engine); print(_welcome(engine, url), flush=True)
+        else: future.set_result(engine); print(_welcome(engine, url, bool(access.keys)), flush=True)
     print(f"loading; {url}/health says when it is ready", flush=True)
+    if made: print(f"API key, made for this run: {made}", flush=True)
     threading.Thread(target=load, name="load", daemon=True).start()
     try: server.run(sockets=[sock])
     except KeyboardInterrupt: pass
@@ -433,18 +533,20 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
     if error := future.exception(): raise error
     future.result().stop()
 
-# %% ../nbs/51_server.ipynb #e03ed78e
-def _welcome(engine, url: str) -> str:
+# %% ../nbs/51_server.ipynb #cd2e0022
+def _welcome(engine, url: str, keyed: bool) -> str:
     if engine.chat_template: path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
     elif engine.tokenizer.kind == "none": path, body = "/v1/completions", '{"prompt": [1, 2, 3]}'
     else: path, body = "/v1/completions", '{"prompt": "The sky is blue because", "max_tokens": 64, "stream": true}'
-    return f"{engine.name} is ready at {url}\n  curl -N {url}{path} -H 'Content-Type: application/json' -d '{body}'"
+    key = ' -H "Authorization: Bearer $LITERATE_API_KEY"' if keyed else ""
+    return f"{engine.name} is ready at {url}\n  curl -N {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 def main(args: list[str] | None = None) -> int:
     "python -m literate_engine.server MODEL [--host H] [--port P] [--FIELD VALUE ...]"
     parser = argparse.ArgumentParser(prog="python -m literate_engine.server", description="Serve a model over OpenAI-compatible HTTP.")
     parser.add_argument("model", nargs="?", default="smollm2", help="a GGUF file or a known name")
     parser.add_argument("--host", default="127.0.0.1"); parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--api-key"); parser.add_argument("--no-api-key", action="store_true"); parser.add_argument("--allowed-hosts", nargs="+")
     for name in ("num-threads", "max-model-len", "max-num-seqs", "max-num-batched-tokens"): parser.add_argument("--" + name, type=int)
     for name in ("device", "activations", "kv-type"): parser.add_argument("--" + name)
     given = {k: v for k, v in vars(parser.parse_args(args)).items() if v is not None}

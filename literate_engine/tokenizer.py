@@ -442,7 +442,7 @@ def _decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
 
 Tokenizer.token_bytes, Tokenizer.token_text, Tokenizer.is_special, Tokenizer.decode = _token_bytes, _token_text, _is_special, _decode
 
-# %% ../nbs/03_tokenizer.ipynb #74c9c5fd
+# %% ../nbs/03_tokenizer.ipynb #670efc8a
 class StreamDecoder:
     "Turns ids into text as they come, and never gives out half a character."
     def __init__(
@@ -450,10 +450,11 @@ class StreamDecoder:
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,  # leave out control tokens
         after: int | None = None,  # the id before the first one: if that is text, a leading space is text too
+        keep_space: bool = False,  # a leading space is text in any case
     ):
         self._tokenizer = tokenizer
         self._skipped = tokenizer._special.hidden if skip_special_tokens else frozenset()
-        self._begins = tokenizer.add_space_prefix and (after is None or tokenizer.is_special(after))
+        self._begins = tokenizer.add_space_prefix and not keep_space and (after is None or tokenizer.is_special(after))
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, id: int) -> str:  # may be empty

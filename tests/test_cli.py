@@ -31,8 +31,8 @@ def test_every_command_explains_itself(command):
 
 
 @pytest.mark.parametrize("argv", [
-    ["generate", "no-such-model", "hello"], ["serve", "no-such-model"], ["serve", "--port", "70000"], ["inspect", "no-such-file.gguf"], ["pull", "no-such-model"],
-    ["pull", "hf:only/two"], ["bench", "speed"], ["bench", "decode", "--threads", "0"], ["bench", "decode", "--peer", "nobody"], ["perplexity", "smollm2", "no-such-file.txt"],
+    ["generate", "no-such-model", "hello"], ["serve", "no-such-model"], ["serve", "--port", "70000"], ["serve", "--port", "0", "--api-key", " "], ["serve", "--port", "0", "--api-key", "k", "--no-api-key"], ["inspect", "no-such-file.gguf"], ["pull", "no-such-model"],
+    ["pull", "hf:only/two"], ["bench", "speed"], ["bench", "turn", "--peer", "llama.cpp"], ["bench", "decode", "--threads", "0"], ["bench", "decode", "--peer", "nobody"], ["perplexity", "smollm2", "no-such-file.txt"],
     ["nonsense"], ["serve", "--no-such-option"], ["generate"],
 ], ids=" ".join)
 def test_a_mistake_is_one_line(argv):
@@ -80,12 +80,20 @@ def test_chat(smollm2):
     assert done.returncode == 0 and done.stdout.strip()
 
 
-@pytest.mark.parametrize("what", ["decode", "prefill", "load"])
+@pytest.mark.parametrize("what", ["decode", "batch", "prefill", "load"])
 def test_bench_beside_its_peer(smollm2, what):
     pytest.importorskip("xllamacpp")
-    done = cli("bench", what, "smollm2", "--peer", "llama.cpp", "--threads", "1", "--runs", "2", "--n-prompt", "8", "--n-gen", "4", "--no-save", "--json")
+    done = cli("bench", what, "smollm2", "--peer", "llama.cpp", "--threads", "1", "--runs", "2", "--n-prompt", "8", "--n-gen", "4", "--no-save", "--json",
+               *(["--batch", "3"] if what == "batch" else []))
     report = json.loads(done.stdout)
     (row,) = report["rows"]
     assert row["ours"] > 0 and row["peer"] > 0 and row["ratio_min"] <= row["ratio"] <= row["ratio_max"] and row["runs"] == 2
+    assert row["batch"] == (3 if what == "batch" else 1) and all(1.2 < n <= 3 for s in report["settings"].get("shared_steps", []) for n in s["seqs_per_step"])
     assert set(row) == {"what", "model", "device", "threads", "n_prompt", "n_gen", "depth", "batch", "ours", "peer", "unit", "ratio", "ratio_min", "ratio_max",
                         "runs", "ceiling", "share_of_ceiling"} and report["machine"]["cpu"]
+
+
+def test_bench_of_a_second_turn(smollm2):
+    done = cli("bench", "turn", str(smollm2), "--threads", "1", "--runs", "1", "--n-prompt", "300", "--n-gen", "8", "--json")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["unit"] == "s" and row["ratio"] == row["peer"] / row["ours"] > 2, row               # the cached turn reads 20 tokens, the other 330

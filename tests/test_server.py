@@ -19,6 +19,10 @@ import numpy as np
 import openai
 import pytest
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from literate_engine import server
+from literate_engine.access import access_for
 from literate_engine.chat import ChatTemplate
 from literate_engine.engine import Engine, EngineConfig, Loaded, ScriptedModel
 from literate_engine.server import Limits, background, create_app
@@ -345,7 +349,10 @@ BAD = [
     ({"stop_token_ids": [N_VOCAB]}, "stop_token_ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids"),
     ({"samplers": ["min_p"]}, "samplers"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"regex": "("}, "regex"),
+    ({"grammar": "start: x"}, "grammar"),
+    ({"json_schema": {"type": "wizard"}}, "json_schema"),
     ({"tools": [{}]}, "tools"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -530,7 +537,7 @@ VALUES = [
 ]
 FIELDS = """model stream stream_options n max_tokens max_completion_tokens temperature top_p top_k min_p seed presence_penalty
     frequency_penalty repetition_penalty repetition_window logit_bias stop stop_token_ids ignore_eos skip_special_tokens logprobs
-    top_logprobs chat_template_kwargs messages prompt echo user tools response_format best_of x""".split()
+    top_logprobs chat_template_kwargs messages prompt echo user tools response_format best_of grammar json_schema regex x""".split()
 
 
 def test_any_value_in_any_field_is_answered_or_refused():
@@ -556,7 +563,6 @@ def test_small_routes():
     with served(ids("Hi")) as (url, _):
         assert get(url, "/health") == (200, {"status": "ok"})
         assert get(url, "/v1/models")[1]["data"][0]["id"] == "scripted" and get(url, "/v1/models/scripted")[0] == 200 and get(url, "/v1/models/other")[0] == 404
-        assert "literate_engine_num_running 0" in receive(send(url, "/metrics", b"", "GET"))[2].decode()
         assert get(url, "/props")[1]["engine"]["max_model_len"] == 256
         assert post(url, "/tokenize", {"content": "<|go|>a"})[1] == {"tokens": [GO, 97]}
         assert post(url, "/tokenize", {"content": "<|go|>a", "parse_special": False})[1] == {"tokens": [*b"<|go|>a"]}  # BC-008
@@ -575,6 +581,167 @@ def test_small_routes():
             said(post(url, ROUTES[0], asked(ROUTES[0], model="another"))[1]["choices"][0]) == "Hi"
             and post(url, ROUTES[0], asked(ROUTES[0], model="another"))[1]["model"] == "scripted"
         )
+
+
+def metrics(url):
+    "The values of /metrics by name (and reason), read by Prometheus' own parser."
+    page = receive(send(url, "/metrics", b"", "GET"))[2].decode()
+    return {
+        "/".join([s.name.removeprefix("literate_engine_"), *(v for k, v in s.labels.items() if k != "model_name")]): s.value
+        for f in text_string_to_metric_families(page)
+        for s in f.samples
+    }
+
+
+def test_metrics():
+    with served(ids(*["x"] * 200), seconds=0.01, max_num_seqs=2, max_num_waiting=1) as (url, engine):
+        for m in (metrics(url),):
+            assert m["num_requests_running"] == m["request_success_total/stop"] == m["generation_tokens_total"] == 0 and m["kv_blocks"] == 32
+            assert m["process_resident_memory_bytes"] > 1e6 or sys.platform != "linux"
+        assert both(url, ROUTES[1], {"prompt": "<|go|>", "max_tokens": 5}) == ("xxxxx", "length")  # twice: whole and streamed
+        m = metrics(url)
+        assert m["generation_tokens_total"] == 10 and m["prompt_tokens_total"] == 2 and m["request_success_total/length"] == 2
+        assert m["time_to_first_token_seconds_count"] == m["e2e_request_latency_seconds_count"] == 2 and m["inter_token_latency_seconds_count"] == 8
+        assert m["inter_token_latency_seconds_sum"] >= 8 * 0.01 and m["iteration_tokens_total_sum"] == 2 + 8 and m["iteration_requests_sum"] == 10
+        assert abs(m["request_decode_time_seconds_sum"] - m["inter_token_latency_seconds_sum"]) < 1e-6
+        busy = [send(url, ROUTES[1], {"prompt": "<|go|>", "max_tokens": 200, "stream": bool(i % 2)}) for i in range(3)]
+        assert wait_for(lambda: engine.stats()["num_running"] == 2 and engine.stats()["num_waiting"] == 1)
+        assert post(url, ROUTES[1], {"prompt": "<|go|>"})[0] == 429
+        m = metrics(url)
+        assert m["num_requests_running"] == 2 and m["num_requests_waiting"] == 1 and m["requests_refused_total"] == 1 and m["kv_blocks_used"] >= 2
+        assert m["kv_cache_usage_perc"] == m["kv_blocks_used"] / 32 and m["requests_submitted_total"] == 5
+        for s in busy:
+            s.close()
+        assert wait_for(lambda: metrics(url)["request_success_total/abort"] == 3) and metrics(url)["client_disconnects_total"] == 3
+        assert metrics(url)["e2e_request_latency_seconds_count"] == 2  # times of those that came to their end
+
+
+def test_cached_tokens_and_salts():
+    prompt = [*b"a" * 40, GO]
+    with served(ids("Hi")) as (url, engine):
+        hits = []
+        for salt in (None, None, "mine", "mine", "yours"):
+            before = metrics(url)
+            body = {"prompt": prompt, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
+            cached = post(url, ROUTES[1], body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+            after = metrics(url)
+            assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] == cached
+            assert after["prefix_cache_queries_total"] - before["prefix_cache_queries_total"] == after["prompt_tokens_total"] - before["prompt_tokens_total"] == 41
+            hits.append(cached)
+        assert post(url, ROUTES[1], {"prompt": prompt, "priority": -3})[0] == 200
+        for priority in (2**31, 0.5, True, "high"):
+            assert post(url, ROUTES[1], {"prompt": prompt, "priority": priority})[1]["error"]["param"] == "priority"
+        assert hits == [0, 32, 0, 32, 0]
+        for salt in ("", 5, "x" * 257, ["a"]):
+            for path in ROUTES:
+                status, reply = post(url, path, asked(path, cache_salt=salt))
+                assert status == 400 and reply["error"]["message"].startswith("cache_salt: expected a string of 1 to 256 characters"), reply
+
+
+def test_slots():
+    with served(ids(*["x"] * 200), seconds=0.01, max_num_seqs=2) as (url, engine):
+        assert get(url, "/slots")[1] == {"running": [], "num_waiting": 0, "num_kv_blocks": 32, "num_free_kv_blocks": 32, "num_state_slots": 0, "num_free_state_slots": 0}
+        busy = [send(url, ROUTES[1], {"prompt": "secret<|go|>", "max_tokens": 200, "priority": 7}) for _ in range(3)]
+        assert wait_for(lambda: len(get(url, "/slots")[1]["running"]) == 2 and get(url, "/slots")[1]["num_waiting"] == 1)
+        for _ in range(20):
+            picture = get(url, "/slots")[1]
+            for r in picture["running"]:
+                assert r["num_prompt_tokens"] == 7 and r["num_computed_tokens"] == 7 + r["num_output_tokens"] - 1 and r["priority"] == 7 and 0 < r["age"] < 60
+                assert (r["num_kv_blocks"] - 1) * 16 < r["num_computed_tokens"] <= r["num_kv_blocks"] * 16
+            assert picture["num_free_kv_blocks"] == 32 - sum(r["num_kv_blocks"] for r in picture["running"]) and "secret" not in json.dumps(picture)
+        for s in busy:
+            s.close()
+    with served([lambda: (time.sleep(1), ID["Hi"])[1]], limits=Limits(slots_seconds=0.1)) as (url, engine):
+        s = send(url, ROUTES[1], {"prompt": "<|go|>"})
+        assert wait_for(lambda: engine.stats()["num_running"] == 1)
+        assert get(url, "/slots")[0] == 503 and receive(s)[0] == 200  # nobody waits for the picture any more: no matter
+
+
+# ---- who may ask
+
+
+def bare(url, method, path, body=b"", **headers):
+    "(status, headers, JSON) of a request with these headers alone; a list is sent several times."
+    s = socket.create_connection(address(url), timeout=20)
+    lines = [f"{k.replace('_', '-')}: {x}" for k, v in headers.items() for x in (v if isinstance(v, list) else [v])]
+    s.sendall("\r\n".join([f"{method} {path} HTTP/1.1", "Connection: close", f"Content-Length: {len(body)}", *lines, "", ""]).encode() + body)
+    status, head, raw = receive(s)
+    return status, head, strict(raw) if raw else None
+
+
+def test_a_web_page_cannot_use_a_local_server():
+    body = json.dumps({"prompt": "<|go|>"}).encode()
+    with served(ids("Hi")) as (url, engine):
+        port = address(url)[1]
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "LocalHost.", f"[::1]:{port}"):
+            assert bare(url, "POST", ROUTES[1], body, Host=host, Content_Type="application/json; charset=utf-8")[0] == 200
+        assert engine.stats()["num_submitted"] == 5
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example", "", "[::1", "0.0.0.0", "192.0.2.1"):
+            for method, path in (("POST", ROUTES[1]), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/nope")):
+                status, _, reply = bare(url, method, path, body if method == "POST" else b"", Host=host, Content_Type="application/json")
+                assert status == 403 and reply["error"]["code"] == "host_not_allowed" and reply["error"]["type"] == "permission_error", (host, path, reply)
+        assert bare(url, "GET", "/health", Host="evil.example")[0] == 200
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx", ""):
+            for path in (*ROUTES, "/tokenize", "/detokenize"):
+                status, _, reply = bare(url, "POST", path, body, Host="localhost", **({"Content_Type": kind} if kind else {}))
+                assert status == 415 and "application/json" in reply["error"]["message"], (kind, path, reply)
+        status, head, _ = bare(url, "OPTIONS", ROUTES[1], Host="localhost", Origin="https://evil.example", Access_Control_Request_Method="POST")
+        assert status == 405 and "access-control" not in head.lower()  # no preflight is granted
+        assert engine.stats()["num_submitted"] == 5
+
+
+def test_keys():
+    body = json.dumps({"prompt": "<|go|>"}).encode()
+    engine = scripted(ids("Hi")).start()
+    access, made = access_for("0.0.0.0", "sesame")
+    with background(create_app(engine, access=access)) as url:
+        for given in ({}, {"Authorization": "sesame"}, {"Authorization": "Bearer sesam"}, {"Authorization": "Bearer "}, {"Authorization": "Basic c2VzYW1l"}, {"x-api-key": "no"}):
+            for method, path in (("POST", ROUTES[1]), ("GET", "/metrics"), ("GET", "/slots"), ("GET", "/props"), ("GET", "/v1/models"), ("GET", "/nope")):
+                status, head, reply = bare(url, method, path, body if method == "POST" else b"", Host="box.example", Content_Type="application/json", **given)
+                assert status == 401 and reply["error"]["type"] == "authentication_error" and "www-authenticate: bearer" in head.lower(), (given, path)
+        for given in ({"Authorization": "Bearer sesame"}, {"authorization": "bearer  sesame"}, {"x-api-key": "sesame"}):
+            assert bare(url, "POST", ROUTES[1], body, Host="box.example", Content_Type="application/json", **given)[0] == 200
+        assert bare(url, "GET", "/health", Host="box.example")[0] == 200 and made is None
+        client = openai.OpenAI(base_url=url + "/v1", api_key="sesame", max_retries=0, timeout=20)
+        assert client.completions.create(model="m", prompt="<|go|>").choices[0].text == "Hi"
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    "options,env,expected",
+    [
+        ({}, None, "made"),
+        ({}, "from the environment", "from the environment"),
+        ({"api_key": "given"}, "from the environment", "given"),
+        ({"no_api_key": True}, "from the environment", None),
+        ({"host": "127.0.0.1"}, None, None),
+    ],
+)
+def test_beyond_loopback_a_key_is_needed(monkeypatch, capsys, options, env, expected):
+    "serve() itself, with a scripted engine in the place of a model."
+    servers, make = [], server._uvicorn
+    monkeypatch.setattr(server, "_uvicorn", lambda app: servers.append(make(app)) or servers[0])
+    monkeypatch.setattr(server, "Engine", lambda path, config: scripted(ids("Hi")))
+    monkeypatch.setenv("LITERATE_API_KEY", env or "")
+    thread = threading.Thread(target=server.serve, args=("model.gguf",), kwargs={"host": "0.0.0.0", "port": 0} | options)
+    thread.start()
+    assert wait_for(lambda: servers and servers[0].started and servers[0].config.app.state.serving.status == "ok")
+    out = capsys.readouterr().out
+    try:
+        url = "http://127.0.0.1:" + re.search(r"http://[\d.]+:(\d+)", out)[1]
+        printed = re.search(r"API key, made for this run: (\S+)", out)
+        assert bool(printed) == (expected == "made")
+        key = printed[1] if printed else expected
+        status = bare(url, "GET", "/v1/models", Host="localhost")[0]
+        assert status == (401 if key else 200)
+        if key:
+            assert len(key) >= 5 and bare(url, "GET", "/v1/models", Host="localhost", Authorization=f"Bearer {key}")[0] == 200 and (env or "none") not in out
+    finally:
+        servers[0].should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_large_headers():  # BC-062
@@ -789,3 +956,14 @@ def test_serve_the_real_model(smollm2):
         assert p.wait(30) == 0 and "Traceback" not in p.stderr.read()
     finally:
         p.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_many_clients_for_a_while(smollm2):
+    "tests/soak.py, shortened: equal answers alone and in company, nothing left over."
+    p = run("tests/soak.py", "--model", str(smollm2), "--seconds", "10", "--num-cases", "16")
+    out, err = p.communicate(timeout=300)
+    summary = json.loads(out)
+    assert p.returncode == 0 and not summary["faults"], (summary, err)
+    assert summary["whole"] > 16 and summary["mean_batch"] > 8 and summary["aborted"] <= summary["disconnects"] <= summary["left"]
