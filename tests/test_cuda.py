@@ -1,0 +1,95 @@
+"""Every kernel compiles for every chip, without a GPU; the cache of compiled kernels survives damage; the module needs neither CuPy nor a GPU."""
+import importlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from literate_engine import cuda
+from literate_engine.cuda import ARCHS, MODULES, CudaError, CudaModule, Source, compile_kernel, kernels_dir
+
+pytest.importorskip("cuda.bindings", reason="the compiler is in the development requirements")
+for _path in Path(cuda.__file__).parent.glob("*.py"):
+    if "CudaModule(" in _path.read_text("utf-8"): importlib.import_module(f"literate_engine.{_path.stem}")
+SPILLS: dict[str, str] = {}          # kernel -> why it may spill
+
+
+def compiled(job: tuple[str, str, int]) -> tuple[str, int, int, int]:
+    file, name, arch = job
+    c = compile_kernel(MODULES[file].source, name, arch, MODULES[file].options)
+    return name, arch, c.spills, c.registers
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1)) as p: yield p
+
+
+def test_every_file_has_a_module():
+    assert sorted(MODULES) == sorted(p.name for p in kernels_dir().glob("*.cu")), "a kernel file that no chapter uses"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_compiles(arch, pool):
+    "All that the engine may launch on this architecture, without spills."
+    jobs = [(file, name, arch) for file in sorted(MODULES) for name in MODULES[file].names(arch)]
+    assert jobs
+    results = list(pool.map(compiled, jobs, chunksize=4))
+    assert not (spill := [(name, spills) for name, _, spills, _ in results if spills and name not in SPILLS]), f"sm_{arch}: registers spill in {spill}"
+    assert all(0 < registers <= 255 for *_, registers in results)
+
+
+def test_an_error_names_file_and_line(tmp_path, monkeypatch):
+    (tmp_path / "head.cuh").write_text("#pragma once\ninline __device__ int two() { return too; }\n")
+    (tmp_path / "broken.cu").write_text('#include "head.cuh"\n__global__ void f(int* y) { *y = two(); }\n')
+    monkeypatch.setattr(cuda, "kernels_dir", lambda: tmp_path)
+    with pytest.raises(CudaError, match=r'kernels/head.cuh, line 2: identifier "too" is undefined[\s\S]*return too;[\s\S]*while compiling f for sm_90'):
+        compile_kernel(Source.of("broken.cu"), "f", 90)
+    with pytest.raises(CudaError, match="has no kernel g"): compile_kernel(Source.of("__global__ void f() {}\n"), "g", 90)
+
+
+def test_the_cache(tmp_path, monkeypatch):
+    "Keyed by all that goes in; damage in any place means compiling again; a folder that cannot be written costs time only."
+    monkeypatch.setenv("LITERATE_CACHE", str(tmp_path))
+    source = Source.of("template <int N> __global__ void f(int* y) { *y = N; }\n")
+    first = compile_kernel(source, "f<1>", 80)
+    path, = (p for p in (tmp_path / "cuda").rglob("*") if p.is_file())
+    assert compile_kernel(source, "f<1>", 80) == first
+    others = [compile_kernel(source, "f<2>", 80), compile_kernel(source, "f<1>", 90), compile_kernel(source, "f<1>", 80, ("-lineinfo",)),
+              compile_kernel(Source(source.name, source.text + "\n// other\n"), "f<1>", 80)]
+    assert len([p for p in (tmp_path / "cuda").rglob("*") if p.is_file()]) == 5 and len({c.cubin for c in [first, *others[:3]]}) == 4
+    whole = path.read_bytes()
+    for damaged in (b"", b"\n\n", whole[:20], whole[:-1], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]):
+        path.write_bytes(damaged)
+        again = compile_kernel(source, "f<1>", 80)
+        assert again.cubin == first.cubin and path.read_bytes().split(b"\n", 2)[2] == first.cubin
+    monkeypatch.setenv("LITERATE_CACHE", str(path))                   # a file where a folder should be
+    assert compile_kernel(source, "f<1>", 80).cubin == first.cubin
+
+
+def test_a_module_compiles_what_is_asked():
+    m = CudaModule("template <int N> __global__ void f(int* y) { *y = N; }\n", lambda arch: ("f<3>", "f<4>"))
+    done = m.compile(86)
+    assert sorted(done) == ["f<3>", "f<4>"] and all(c.symbol.startswith("_Z") and c.cubin[:4] == b"\x7fELF" for c in done.values())
+    assert m["f<3>"] is m["f<3>"] and m.source.headers == {}
+
+
+def test_arguments():
+    values, addresses = cuda.pack_args([np.float16(2), True, None, 7, 1.5, np.uint64(2**63)])
+    raw = values.tobytes()
+    assert raw[:2] == np.float16(2).tobytes() and raw[8] == 1 and raw[16:24] == bytes(8) and raw[24:28] == np.int32(7).tobytes() and raw[32:36] == np.float32(1.5).tobytes()
+    assert values[5] == 2**63 and list(np.diff(addresses)) == [8]*5 and addresses[0] == values.ctypes.data
+    with pytest.raises(TypeError, match="expected a CuPy array"): cuda.pack_args([np.zeros(3)])
+
+
+def test_imports_need_no_gpu():
+    "The module is light, and says what to install when it is asked to run."
+    code = ("import sys; sys.modules['cupy'] = None; sys.modules['cuda.bindings'] = None; sys.modules['cuda.bindings.nvrtc'] = None\n"
+            "import literate_engine.cuda as c\nassert 'cuda.bindings.driver' not in sys.modules\n"
+            "for f in (c.device, lambda: c.compile_kernel(c.Source.of('probe.cu'), 'relay', 90)):\n"
+            "    try: f()\n    except c.CudaError as e: assert 'pip install literate-engine[gpu]' in str(e), e\n    else: raise AssertionError\n")
+    subprocess.run([sys.executable, "-c", code], check=True)
