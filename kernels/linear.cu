@@ -1,0 +1,375 @@
+// y = x W^T for few rows of x: one warp a row of W (dp4a), 16 rows of W a tile (int8 tensor cores), and both from float32 activations.
+#include "formats.cuh"
+
+// ---------------------------------------------------------------- activations
+// x [m][k] float32 -> what the kernels read, T rows (1, 8, 16 or 32) at a time:
+//   xq  codes [groups][T/8][pair of blocks][8 rows][t] of 16 bytes, lo and hi of the one block, then of the other: a lane of the tensor cores finds its own
+//       at 16 times its number, and in the registers side by side that the instruction wants (one row: [groups][pair of blocks][t])
+//   xd  scales [groups][T][4 blocks]; SUPER, one scale for 256: [groups/2][T]
+//   xs  sums of each block of 32 [groups][T][4 blocks], times the scale unless SUPER
+//   xm  SUPER: the sums as float16 pairs [groups][T][4]: of each sum a multiple of 32, twice two, then the rest, twice two; each exact
+// Rows m and beyond are zeros. A warp has one group of a row, or two.
+__device__ __forceinline__ u32 code_at(int g, int row, int pair, int t, int rows) {         // in 16 bytes
+  return rows == 1 ? (g * 2 + pair) * 4 + t : ((g * (rows >> 3) + (row >> 3)) * 2 + pair) * 32 + (row & 7) * 4 + t;
+}
+template <bool SUPER>
+__global__ void quantize_act(const float* x, u32* xq, float* xd, float* xs, u32* xm, int m, int k, int groups, int rows) {
+  constexpr int H = SUPER ? 2 : 1;
+  int lane = threadIdx.x & 31, unit = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), units = groups / H, row = blockIdx.y, r = row % rows;
+  size_t before = (size_t)(row / rows) * rows * groups;             // groups of rows of the parts before
+  pdl_trigger();
+  pdl_wait();
+  if (unit >= units) return;
+  float v[H][4], top = 0;
+#pragma unroll
+  for (int i = 0; i < H; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      int at = (unit * H + i) * 128 + lane * 4 + j;
+      v[i][j] = row < m && at < k ? loadf(x + (size_t)row * k + at) : 0.f;
+      top = fmaxf(top, fabsf(v[i][j]));
+    }
+  top = warp_max<SUPER ? 32 : 8>(top);
+  float inverse = top > 1e-30f ? __fdiv_rn(127.f, top) : 0.f, s = __fdiv_rn(top, 127.f);
+  int b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
+#pragma unroll
+  for (int i = 0; i < H; i++) {
+    int c[4], sum = 0, g = unit * H + i; u32 packed = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) { c[j] = __float2int_rn(__fmul_rn(v[i][j], inverse)); sum += c[j]; packed |= (c[j] & 255) << (8 * j); }
+    xq[before * 32 + code_at(g, r, b >> 1, t, rows) * 4 + (b & 1) * 2 + half] = packed;
+    float total = warp_sum<8>((float)sum);
+    size_t e = (before + (size_t)g * rows + r) * 4;
+    if ((lane & 7) == 0) xs[e + b] = SUPER ? total : s * total;
+    if (SUPER) {
+      float next = __shfl_down_sync(~0u, total, 8), p = floorf(total / 32) * 32, q = floorf(next / 32) * 32;
+      if (lane == 0 || lane == 16) { xm[e + (lane >> 4)] = float2_half2(p, q); xm[e + 2 + (lane >> 4)] = float2_half2(total - p, next - q); }
+    } else if ((lane & 7) == 0) xd[e + b] = s;
+  }
+  if (SUPER && lane == 0) xd[before / 2 + (size_t)unit * rows + r] = s;
+}
+
+// ---------------------------------------------------------------- one warp, one row
+// What a lane needs of one row of activations for one group: codes, scales, and the sum of block t
+template <class F> struct Col {
+  uint4 c[2]; float4 d; float sum;
+  __device__ int lo(int b) const { return word(c[b >> 1], (b & 1) * 2); }
+  __device__ int hi(int b) const { return word(c[b >> 1], (b & 1) * 2 + 1); }
+};
+template <class F> __device__ __forceinline__ Col<F> load_col(const uint4* xq, const float* xd, const float* xs, int g, int row, int rows, int t, bool on) {
+  Col<F> c; u32 i = code_at(g, row, 0, t, rows), e = g * rows + row;
+  c.c[0] = load16(at(xq, i, 16)); c.c[1] = load16(at(xq, i, 16) + (rows == 1 ? 64 : 512));
+  if constexpr (F::SUPER) c.d.x = loadf((const float*)at(xd, (g >> 1) * rows + row, 4)); else c.d = loadf4(at(xd, e, 16));
+  if constexpr (F::MIN) c.sum = loadf((const float*)at(xs, e, 16) + t);
+  if (!on) { c.d = make_float4(0, 0, 0, 0); c.sum = 0; }
+  return c;
+}
+// What this lane's weights of one group add to the sum (UNIT times)
+template <class F> __device__ __forceinline__ float dot_group(const F& f, const Col<F>& x, int odd, int t) {
+  float sum = 0;
+  if constexpr (F::SUPER) {
+    int total = 0; u32 sc = 0;
+    if constexpr (F::MIN) sc = f.scales(odd);
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      int lo, hi; f.codes(b, lo, hi);
+      if constexpr (F::MIN) total += ubyte(sc, b) * __dp4a(lo, x.lo(b), __dp4a(hi, x.hi(b), 0));
+      else total += f.scale_lo(b) * __dp4a(lo, x.lo(b), 0) + f.scale_hi(b) * __dp4a(hi, x.hi(b), 0);
+    }
+    sum = f.d() * (float)total;
+    if constexpr (F::MIN) sum -= f.dmin() * ((float)ubyte(f.mins(odd), t) * x.sum);
+    return sum * x.d.x;
+  } else {
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      int lo, hi; f.codes(b, lo, hi);
+      sum += f.scale(b) * word(x.d, b) * (float)__dp4a(lo, x.lo(b), __dp4a(hi, x.hi(b), 0));
+    }
+    if constexpr (F::MIN) sum += f.min(t) * x.sum;
+    return sum;
+  }
+}
+// Sums over the warps of a row and stores. part of split, R rows and C columns in acc; red has room for warps * R * C floats
+template <int C, int R>
+__device__ __forceinline__ void finish_rows(float (&acc)[C][R], float* red, float* y, int n, int m, int row, int col, int part, int split, float unit) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+  for (int c = 0; c < C; c++)
+#pragma unroll
+    for (int r = 0; r < R; r++) acc[c][r] = warp_sum(acc[c][r]);
+  if (split > 1) {
+    if (lane == 0)
+#pragma unroll
+      for (int e = 0; e < C * R; e++) red[warp * C * R + e] = acc[e / R][e % R];
+    __syncthreads();
+    if (part || lane >= C * R) return;
+    float v = 0;
+    for (int p = 0; p < split; p++) v += red[(warp + p) * C * R + lane];
+    if (row + lane % R < n && col + lane / R < m) y[(size_t)(col + lane / R) * n + row + lane % R] = unit * v;
+  } else {
+#pragma unroll
+    for (int e = 0; e < C * R; e++) if (lane == e && row + e % R < n && col + e / R < m) y[(size_t)(col + e / R) * n + row + e % R] = unit * acc[e / R][e % R];
+  }
+}
+// y [m][n]; `split` warps share R rows, C columns at a time (grid y); U groups of each row are in flight before anything is used.
+// Past the end of a row a lane reads group 0 again, with activations of scale 0: cheaper than a branch. B blocks of 256 threads share a multiprocessor's registers.
+template <class F, int C, int R, int U, int B>
+__global__ __launch_bounds__(256, B) void gemv(const void* q, const void* h, const void* s, const void* d, const uint4* xq, const float* xd, const float* xs,
+                                            float* y, int n, int m, int groups, int rows, int split) {
+  extern __shared__ float red[];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % split, t = lane & 3, col = blockIdx.y * C;
+  Matrix w = matrix<F>(q, h, s, d, t);
+  int row = (blockIdx.x * ((blockDim.x >> 5) / split) + warp / split) * R, step = 8 * split;
+  u32 first = min(row, (n + 31) / 32 * 32 - R) * groups;
+  float acc[C][R] = {};
+  pdl_trigger();
+  for (int base = part * 8 + (lane >> 2); base - (lane >> 2) < groups; base += U * step) {
+    F f[U][R];
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int r = 0; r < R; r++) f[u][r] = load<F>(w, first + r * groups + (base + u * step < groups ? base + u * step : 0));
+    pdl_wait();
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        int g = base + u * step, on = g < groups;
+        Col<F> x = load_col<F>(xq, xd, xs, on ? g : 0, C == 1 ? 0 : min(col + c, m - 1), C == 1 ? 1 : rows, t, on);
+#pragma unroll
+        for (int r = 0; r < R; r++) acc[c][r] += dot_group<F>(f[u][r], x, on ? g & 1 : 0, t);
+      }
+  }
+  pdl_wait();
+  finish_rows<C, R>(acc, red, y, n, m, row, col, part, split, F::UNIT);
+}
+
+// ---------------------------------------------------------------- float32 activations
+// x [m][groups * 128] float32: the exact mode of the same weights
+template <class F, int C>
+__global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* h, const void* s, const void* d, const float* x, float* y, int n, int m, int groups) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, col = blockIdx.y * C, row = blockIdx.x * (blockDim.x >> 5) + warp;
+  Matrix w = matrix<F>(q, h, s, d, t);
+  float acc[C][1] = {};
+  pdl_trigger();
+  pdl_wait();
+  for (int g = lane >> 2; g < groups; g += 8) {
+    F f = load<F>(w, min(row, n - 1) * groups + g);
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      int lo, hi; f.codes(b, lo, hi);
+      float s0, s1, mn = 0;
+      if constexpr (!F::SUPER) { s0 = s1 = f.scale(b) * F::UNIT; mn = f.min(b); }
+      else if constexpr (F::MIN) { s0 = s1 = f.d() * (float)ubyte(f.scales(g & 1), b) * F::UNIT; mn = -f.dmin() * (float)ubyte(f.mins(g & 1), b); }
+      else { s0 = f.d() * (float)f.scale_lo(b) * F::UNIT; s1 = f.d() * (float)f.scale_hi(b) * F::UNIT; }
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        const float* p = x + ((size_t)min(col + c, m - 1) * groups + g) * 128 + b * 32 + t * 4;
+        float4 a = loadf4(p), e = loadf4(p + 16);
+        acc[c][0] += s0 * (a.x * sbyte(lo, 0) + a.y * sbyte(lo, 1) + a.z * sbyte(lo, 2) + a.w * sbyte(lo, 3));
+        acc[c][0] += s1 * (e.x * sbyte(hi, 0) + e.y * sbyte(hi, 1) + e.z * sbyte(hi, 2) + e.w * sbyte(hi, 3));
+        if constexpr (F::MIN) acc[c][0] += mn * (a.x + a.y + a.z + a.w + e.x + e.y + e.z + e.w);
+      }
+    }
+  }
+  finish_rows<C, 1>(acc, nullptr, y, n, m, row, col, 0, 1, 1.f);
+}
+struct F16 { static __device__ float lo(u32 v) { return half_float(v & 0xffff); } static __device__ float hi(u32 v) { return half_float(v >> 16); } };
+struct BF16 { static __device__ float lo(u32 v) { return __uint_as_float(v << 16); } static __device__ float hi(u32 v) { return __uint_as_float(v & 0xffff0000); } };
+// W [n][8 * units] of 16 bits, x [m][8 * units] float32; `split` warps share a row
+template <class T, int C, int U>
+__global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float* x, float* y, int n, int m, int units, int split) {
+  extern __shared__ float red[];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % split, col = blockIdx.y * C;
+  int row = blockIdx.x * ((blockDim.x >> 5) / split) + warp / split, step = 32 * split;
+  const uint4* wr = w + (size_t)min(row, n - 1) * units;
+  float acc[C][1] = {};
+  pdl_trigger();
+  for (int base = part * 32 + lane; base - lane < units; base += U * step) {
+    uint4 v[U];
+#pragma unroll
+    for (int u = 0; u < U; u++) v[u] = base + u * step < units ? stream16(wr + base + u * step) : make_uint4(0, 0, 0, 0);
+    pdl_wait();
+#pragma unroll
+    for (int u = 0; u < U; u++)
+      if (base + u * step < units)
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+          const float* p = x + ((size_t)min(col + c, m - 1) * units + base + u * step) * 8;
+          float4 a = loadf4(p), e = loadf4(p + 4);
+          acc[c][0] += T::lo(v[u].x) * a.x + T::hi(v[u].x) * a.y + T::lo(v[u].y) * a.z + T::hi(v[u].y) * a.w;
+          acc[c][0] += T::lo(v[u].z) * e.x + T::hi(v[u].z) * e.y + T::lo(v[u].w) * e.z + T::hi(v[u].w) * e.w;
+        }
+  }
+  pdl_wait();
+  finish_rows<C, 1>(acc, red, y, n, m, row, col, part, split, 1.f);
+}
+
+// ---------------------------------------------------------------- tensor cores
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void mma_32(int (&c)[4], int a0, int a1, int a2, int a3, int b0, int b1, int zero) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(zero));
+}
+__device__ __forceinline__ void mma_16(int (&c)[4], int a0, int a1, int b0) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(a0), "r"(a1), "r"(b0), "r"(0));
+}
+__device__ __forceinline__ void mma_half(float (&c)[4], u32 a0, u32 a1, u32 b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b0), "f"(0.f));
+}
+// Minimums 2(t&1) and 2(t&1)+1 of four, as a float16 pair: 1024 + m has m in its low bits
+__device__ __forceinline__ u32 min_pair(u32 mins, int t) {
+  u32 v = __byte_perm(t & 1 ? mins >> 16 : mins, 0x64646464, 0x4140), d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(v), "r"(0xe400e400u));
+  return d;
+}
+// An integer under 2^22 added to this bit pattern is a float, 1.5 * 2^23 too large: cheaper than a conversion
+constexpr int MAGIC = 0x4b400000;
+__device__ __forceinline__ float from_magic(int v) { return __int_as_float(v) - 12582912.f; }
+
+// What a lane needs of 8 NT rows of activations for one group: codes of row 8n + g; scales and sums of rows 8n + 2t and 8n + 2t + 1
+template <class F, int NT> struct Cols {
+  uint4 c[NT][2]; float4 d0[NT], d1[NT], s0[NT], s1[NT]; u32 m[NT];
+  __device__ int lo(int n, int b) const { return word(c[n][b >> 1], (b & 1) * 2); }
+  __device__ int hi(int n, int b) const { return word(c[n][b >> 1], (b & 1) * 2 + 1); }
+};
+template <class F, int NT>
+__device__ __forceinline__ Cols<F, NT> load_cols(const uint4* xq, const float* xd, const float* xs, const u32* xm, int gi, int lane) {
+  constexpr int T = NT * 8;
+  Cols<F, NT> c; int t = lane & 3;
+  const char *q = at(xq, gi, T * 128) + lane * 16, *d = F::SUPER ? at(xd, gi >> 1, T * 4) + t * 8 : at(xd, gi, T * 16) + t * 32, *e = at(xm, gi, T * 16) + lane * 4, *s = at(xs, gi, T * 16) + t * 32;
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    c.c[n][0] = load16(q + n * 1024); c.c[n][1] = load16(q + n * 1024 + 512);
+    if constexpr (F::SUPER) { uint2 v = load8(d + n * 32); c.d0[n].x = __uint_as_float(v.x); c.d1[n].x = __uint_as_float(v.y); }
+    else { c.d0[n] = loadf4(d + n * 128); c.d1[n] = loadf4(d + n * 128 + 16); }
+    if constexpr (F::MIN && F::SUPER) c.m[n] = load4(e + n * 128);
+    if constexpr (F::MIN && !F::SUPER) { c.s0[n] = loadf4(s + n * 128); c.s1[n] = loadf4(s + n * 128 + 16); }
+  }
+  return c;
+}
+// acc [NT][4] += the product of one group of rows a (g) and b (g + 8) with 8 NT rows of activations
+template <class F, int NT>
+__device__ __forceinline__ void mma_group(float (&acc)[NT][4], const F& a, const F& b, const Cols<F, NT>& x, int odd, int t) {
+  if constexpr (F::SUPER) {
+    int total[NT][4] = {}; u32 sa = 0, sb = 0, ma = 0, mb = 0;
+    if constexpr (F::MIN) { sa = a.scales(odd); sb = b.scales(odd); ma = min_pair(a.mins(odd), t); mb = min_pair(b.mins(odd), t); }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int a0, a1, a2, a3; a.codes(k, a0, a2); b.codes(k, a1, a3);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        int c[4];
+        if constexpr (F::MIN) {
+          mma_32(c, a0, a1, a2, a3, x.lo(n, k), x.hi(n, k), 0);
+          int s0 = ubyte(sa, k), s1 = ubyte(sb, k);
+          total[n][0] += s0 * c[0]; total[n][1] += s0 * c[1]; total[n][2] += s1 * c[2]; total[n][3] += s1 * c[3];
+        } else {
+          int e[4];
+          mma_16(c, a0, a1, x.lo(n, k)); mma_16(e, a2, a3, x.hi(n, k));
+          total[n][0] += a.scale_lo(k) * c[0] + a.scale_hi(k) * e[0]; total[n][1] += a.scale_lo(k) * c[1] + a.scale_hi(k) * e[1];
+          total[n][2] += b.scale_lo(k) * c[2] + b.scale_hi(k) * e[2]; total[n][3] += b.scale_lo(k) * c[3] + b.scale_hi(k) * e[3];
+        }
+      }
+    }
+    float da = a.d(), db = b.d(), na = 0, nb = 0;
+    if constexpr (F::MIN) { na = a.dmin(); nb = b.dmin(); }
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float c[4] = {}, d0 = x.d0[n].x, d1 = x.d1[n].x;
+      if constexpr (F::MIN) mma_half(c, ma, mb, x.m[n]);
+      acc[n][0] += d0 * (da * (float)total[n][0] - na * c[0]); acc[n][1] += d1 * (da * (float)total[n][1] - na * c[1]);
+      acc[n][2] += d0 * (db * (float)total[n][2] - nb * c[2]); acc[n][3] += d1 * (db * (float)total[n][3] - nb * c[3]);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int a0, a1, a2, a3; a.codes(k, a0, a2); b.codes(k, a1, a3);
+      float sa = a.scale(k), sb = b.scale(k);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        int c[4]; mma_32(c, a0, a1, a2, a3, x.lo(n, k), x.hi(n, k), MAGIC);
+        float d0 = word(x.d0[n], k), d1 = word(x.d1[n], k);
+        acc[n][0] += sa * d0 * from_magic(c[0]); acc[n][1] += sa * d1 * from_magic(c[1]);
+        acc[n][2] += sb * d0 * from_magic(c[2]); acc[n][3] += sb * d1 * from_magic(c[3]);
+        if constexpr (F::MIN) {
+          float s0 = word(x.s0[n], k), s1 = word(x.s1[n], k);
+          acc[n][0] += a.min(k) * s0; acc[n][1] += a.min(k) * s1; acc[n][2] += b.min(k) * s0; acc[n][3] += b.min(k) * s1;
+        }
+      }
+    }
+  }
+}
+#endif
+// y [m][n], m <= 8 NT. A block takes tiles of 16 MT rows in turn; its warps share the groups of a row. Each warp has a ring of DEPTH steps in shared memory (a step is
+// one group of a tile) and keeps all but one of them on their way, across the tiles.
+template <class F, int NT, int MT>
+__global__ __launch_bounds__(NT == 1 ? 512 : 256, F::SUPER && F::MIN && NT > 1 && NT * MT <= 4 ? 2 : 1) void gemm_mma(const void* q, const void* h, const void* s, const void* d, const uint4* xq, const float* xd, const float* xs,
+                                                                   const u32* xm, float* y, int n, int m, int groups) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int C = NT * 8, R = 16 * MT, PITCH = R + 4, STEP = MT * SLOT<F>, DEPTH = 4;           // PITCH: a warp's writes of a pair of columns fall into different banks
+  extern __shared__ __align__(16) float red[];    // [2][warps][C][PITCH], then the rings [warps][DEPTH][MT] slots
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = lane >> 2, t = lane & 3;
+  Matrix w = matrix<F>(q, h, s, d, t);
+  int tiles = (n + R - 1) / R, side = 0, slot = 0, ahead = 0;
+  u32 ring = (u32)__cvta_generic_to_shared(red + 2 * warps * C * PITCH) + warp * DEPTH * STEP;
+  int sixteen = 16 * groups, to_tile = blockIdx.x, to = warp;           // what is fetched next: a tile, and a group of it
+  auto fetch_next = [&]() {
+    if (to >= groups) { to = warp; to_tile += gridDim.x; }
+    int row = to_tile * R + g;
+    if (to_tile < tiles && to < groups)
+#pragma unroll
+      for (int k = 0; k < MT; k++) fetch<F>(ring + ahead * STEP + k * SLOT<F>, w, row * groups + to + k * sixteen, sixteen / 2, lane);
+    to += warps;
+    copy_commit();
+    ahead = ahead + 1 == DEPTH ? 0 : ahead + 1;
+  };
+  pdl_trigger();
+  for (int i = 0; i < DEPTH - 1; i++) fetch_next();
+  pdl_wait();
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    float acc[MT][NT][4] = {};
+    for (int gi = warp; gi < groups; gi += warps) {
+      Cols<F, NT> x = load_cols<F, NT>(xq, xd, xs, xm, gi, lane);
+      copy_wait<DEPTH - 2>();
+      __syncwarp();                               // all lanes are done with the step before, whose place is filled now
+      fetch_next();
+#pragma unroll
+      for (int k = 0; k < MT; k++) {
+        u32 from = ring + slot * STEP + k * SLOT<F>, i = (tile * R + g) * groups + gi + k * sixteen;
+        F a = take<F>(from, i, 0, lane), b = take<F>(from, i, 1, lane);
+        mma_group<F, NT>(acc[k], a, b, x, gi & 1, t);
+      }
+      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+    }
+    float* mine = red + (side * warps + warp) * C * PITCH;
+#pragma unroll
+    for (int k = 0; k < MT; k++)
+#pragma unroll
+      for (int e = 0; e < NT * 4; e++) mine[((e >> 2) * 8 + 2 * t + (e & 1)) * PITCH + k * 16 + g + 8 * (e >> 1 & 1)] = acc[k][e >> 2][e & 3];
+    __syncthreads();
+    for (int e = threadIdx.x; e < R * C; e += blockDim.x) {
+      int r = e % R, c = e / R; float v = 0;
+      for (int p = 0; p < warps; p++) v += red[((side * warps + p) * C + c) * PITCH + r];
+      if (tile * R + r < n && c < m) y[(size_t)c * n + tile * R + r] = F::UNIT * v;
+    }
+    side ^= 1;
+  }
+#endif
+}
+
+// ---------------------------------------------------------------- the plain way
+// One thread a row of Q8_0 blocks as they lie in the file: 34 bytes, a float16 scale and 32 codes
+__global__ void gemv_v0(const u8* raw, const float* x, float* y, int n, int k) {
+  int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= n) return;
+  float sum = 0;
+  for (int b = 0; b < k / 32; b++) {
+    const u8* block = raw + ((size_t)row * (k / 32) + b) * 34;
+    float d = half_float(block[0] | block[1] << 8);
+    for (int i = 0; i < 32; i++) sum += d * (float)(signed char)block[2 + i] * x[b * 32 + i];
+  }
+  y[row] = sum;
+}
