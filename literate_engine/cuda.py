@@ -73,7 +73,7 @@ class Source:
         text = self.text if file == self.name else self.headers.get(file.removeprefix("kernels/"), "")
         return text.splitlines()[number - 1] if 0 < number <= len(text.splitlines()) else ""
 
-# %% ../nbs/11_cuda.ipynb #21b37afe
+# %% ../nbs/11_cuda.ipynb #ddf9f47d
 def show_kernel(
     file: str,            # a file of kernels/
     name: str = "",       # the function or struct to show; '' shows the whole file
@@ -85,7 +85,7 @@ def show_kernel(
         hits = [i for i, line in enumerate(lines) if re.search(rf"\b{re.escape(name)}\b", line) and not line.startswith((" ", "//", "#"))]
         if not hits: raise ValueError(f"kernels/{file} has no {name!r}")
         first = last = hits[0]
-        while first and lines[first - 1].startswith(("template", "//", "__global__")): first -= 1
+        while first and lines[first - 1].startswith(("template", "// ", "__global__")) and not lines[first - 1].endswith(("}", "----")): first -= 1
         if not lines[last].endswith("}") and not lines[last].endswith("};"): last = next(i for i in range(last, len(lines)) if lines[i].startswith("}"))
         text = "\n".join(lines[first:last + 1])
     return _Code(f"```cpp\n{text.strip()}\n```")

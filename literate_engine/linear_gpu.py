@@ -213,7 +213,7 @@ def act_codes(a: Acts) -> tuple[np.ndarray, np.ndarray]:                   # int
     xd = xd.reshape(len(xd), -1, a.rows, 4 if a.act == "Q8_1" else 1).transpose(0, 2, 1, 3)
     return xq.reshape(len(xq)*a.rows, -1)[:a.m, :a.k], xd.reshape(len(xd)*a.rows, -1)[:a.m, :a.k//ACTS[a.act]]
 
-# %% ../nbs/14_linear_gpu.ipynb #9218ab98
+# %% ../nbs/14_linear_gpu.ipynb #c6615323
 @dataclass(frozen=True)
 class Plan:
     "How one product is launched."
@@ -236,6 +236,7 @@ def plans(w: GpuMatrix, m: int, act: str, d: Device) -> list[Plan]:
     if m > 1 and d.arch >= 80: out = _mma_plans(w, m, d) + out
     return out
 
+# %% ../nbs/14_linear_gpu.ipynb #4685136e
 def slot_bytes(w: GpuMatrix) -> int:
     "Bytes of a group of 16 rows in a ring (SLOT in formats.cuh)."
     f, scales = GPU_FORMATS[w.type], w.planes[2].shape[1]//(w.groups//2 if w.type in ("Q4_K", "Q5_K") else w.groups)
