@@ -176,19 +176,21 @@ __global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* 
 }
 struct F16 { static __device__ float lo(u32 v) { return half_float(v & 0xffff); } static __device__ float hi(u32 v) { return half_float(v >> 16); } };
 struct BF16 { static __device__ float lo(u32 v) { return __uint_as_float(v << 16); } static __device__ float hi(u32 v) { return __uint_as_float(v & 0xffff0000); } };
-// W [n][8 * units] of 16 bits, x [m][8 * units] float32; `split` warps share a row
-template <class T, int C, int U>
+// W [n][8 * units] of 16 bits, x [m][8 * units] float32; `split` warps share R rows, C columns at a time (grid y), U loads of each row in flight
+template <class T, int C, int R, int U>
 __global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float* x, float* y, int n, int m, int units, int split) {
   extern __shared__ float red[];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % split, col = blockIdx.y * C;
-  int row = blockIdx.x * ((blockDim.x >> 5) / split) + warp / split, step = 32 * split;
-  const uint4* wr = w + (size_t)min(row, n - 1) * units;
-  float acc[C][1] = {};
+  int row = (blockIdx.x * ((blockDim.x >> 5) / split) + warp / split) * R, step = 32 * split;
+  float acc[C][R] = {};
   pdl_trigger();
   for (int base = part * 32 + lane; base - lane < units; base += U * step) {
-    uint4 v[U];
+    uint4 v[U][R];
 #pragma unroll
-    for (int u = 0; u < U; u++) v[u] = base + u * step < units ? stream16(wr + base + u * step) : make_uint4(0, 0, 0, 0);
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int r = 0; r < R; r++)
+        v[u][r] = base + u * step < units ? stream16(w + (size_t)min(row + r, n - 1) * units + base + u * step) : make_uint4(0, 0, 0, 0);
     pdl_wait();
 #pragma unroll
     for (int u = 0; u < U; u++)
@@ -197,12 +199,16 @@ __global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float*
         for (int c = 0; c < C; c++) {
           const float* p = x + ((size_t)min(col + c, m - 1) * units + base + u * step) * 8;
           float4 a = loadf4(p), e = loadf4(p + 4);
-          acc[c][0] += T::lo(v[u].x) * a.x + T::hi(v[u].x) * a.y + T::lo(v[u].y) * a.z + T::hi(v[u].y) * a.w;
-          acc[c][0] += T::lo(v[u].z) * e.x + T::hi(v[u].z) * e.y + T::lo(v[u].w) * e.z + T::hi(v[u].w) * e.w;
+#pragma unroll
+          for (int r = 0; r < R; r++) {
+            uint4 q = v[u][r];
+            acc[c][r] += T::lo(q.x) * a.x + T::hi(q.x) * a.y + T::lo(q.y) * a.z + T::hi(q.y) * a.w;
+            acc[c][r] += T::lo(q.z) * e.x + T::hi(q.z) * e.y + T::lo(q.w) * e.z + T::hi(q.w) * e.w;
+          }
         }
   }
   pdl_wait();
-  finish_rows<C, 1>(acc, red, y, n, m, row, col, part, split, 1.f);
+  finish_rows<C, R>(acc, red, y, n, m, row, col, part, split, 1.f);
 }
 
 // ---------------------------------------------------------------- tensor cores
