@@ -64,7 +64,7 @@ def _table(rows: list[dict], columns: list[str], title: str | None = None) -> No
     for r in rows: table.add_row(*("" if (v := r.get(c)) is None else f"{v:.4g}" if isinstance(v, float) else str(v) for c in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
-# %% ../nbs/61_cli.ipynb #2ad5c176
+# %% ../nbs/61_cli.ipynb #69cc9e84
 @app.command()
 def serve(
     model: Model = "smollm2",
@@ -82,6 +82,7 @@ def serve(
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
     kv_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache.")] = None,
+    host_cache_memory: Annotated[int | None, typer.Option(help="Bytes for contents that had to leave the KV cache.")] = None,
 ) -> None:
     "Serve a model over the OpenAI-compatible HTTP API."
     from literate_engine.core import MODELS, find_model
@@ -90,7 +91,8 @@ def serve(
     names = tuple(name for name in allowed_hosts.split(",") if name)
     serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **_given(
         model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, kv_type=kv_type, kv_type_v=kv_type_v,
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory))
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory,
+        host_cache_memory=host_cache_memory))
 
 # %% ../nbs/61_cli.ipynb #96e5d799
 def _llm(model: str, **options):

@@ -20,7 +20,7 @@ import numpy as np
 from .gguf import GGUFError
 from .layers import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RopeSpec, RouterSpec, SSMSpec, TensorNeed, layer_tensors
 
-# %% ../nbs/06_config.ipynb #67a9f607
+# %% ../nbs/06_config.ipynb #3afb28ad
 @dataclass(frozen=True)
 class ModelConfig:
     "The frozen facts of one model file."
@@ -48,6 +48,13 @@ class ModelConfig:
     def kv_layers(self) -> list[KVSpec]:
         "What each layer keeps in the KV cache."
         return [KVSpec(l.n_head_kv if l.kv_from is None else 0, l.head_dim_k, 0 if l.latent else l.head_dim_v) for l in self.layers]
+    @property
+    def kv_windows(self) -> list[int]:
+        "How many positions are seen of each layer's keys, by whoever reads them; 0: all, as in a model with recurrent layers, whose states may have to be computed anew."
+        windows = [0 if any(x.state for x in self.layers) else l.window for l in self.layers]
+        for l in self.layers:
+            if l.kv_from is not None: windows[l.kv_from] = max(windows[l.kv_from], l.window) if windows[l.kv_from] and l.window else 0
+        return windows
     @property
     def n_embd_layer(self) -> int: return self.layers[0].n_embd_layer
 

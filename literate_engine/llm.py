@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['POOLINGS', 'choices', 'TokenLogprob', 'RequestOutput', 'LLM', 'default_pooling', 'Pool']
 
-# %% ../nbs/44_llm.ipynb #9ce3b4d4
+# %% ../nbs/44_llm.ipynb #4712dc6b
 import queue
 import sys
 import time
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .engine import Engine, EngineConfig, EngineFull, StepOutput
+from .hosttier import CacheReport
 from .sampling import SamplingParams, logprobs
 
 # %% ../nbs/44_llm.ipynb #d04f0eb5
@@ -24,7 +25,7 @@ def choices(params: SamplingParams) -> list[SamplingParams]:
     "n = 1 parameters for each of the n continuations: a given seed counts up."
     return [replace(params, n=1, seed=None if params.seed is None else params.seed + i) for i in range(params.n)]
 
-# %% ../nbs/44_llm.ipynb #eaf5dc47
+# %% ../nbs/44_llm.ipynb #363e7b1d
 class TokenLogprob(NamedTuple):
     "A token, its bytes, what the model thought of it, and what it thought of the best alternatives."
     token_id: int
@@ -43,6 +44,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
+    cache_report: CacheReport | None = None       # why not more (None without prefix caching)
     timing: dict = field(default_factory=dict)
     index: int = 0                        # which of the prompt's n choices
     error: str | None = None
@@ -53,10 +55,11 @@ class RequestOutput:
         self.text += o.text
         self.token_ids += o.token_ids
         if o.logprobs is not None: self.logprobs = (self.logprobs or []) + [named(i, *x) for i, x in zip(o.token_ids, o.logprobs)]
+        if o.cache_report is not None: self.cache_report = o.cache_report.decoded(tokenizer.decode)
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/44_llm.ipynb #fdfe14b3
+# %% ../nbs/44_llm.ipynb #45cf0454
 class LLM:
     "A model for a Python program: `LLM(path, **EngineConfig fields)`. A context manager; `close` gives all memory back."
     def __init__(self,
@@ -72,13 +75,14 @@ class LLM:
         params: SamplingParams | None = None,
         progress: bool = False,           # a line on stderr
         priority: int = 0,                # lower = earlier, where several threads ask
+        cache_salt: str = "",             # prompts with different salts share no cached blocks
     ) -> list[RequestOutput]:             # one for each prompt and choice, in order
         "Continue each prompt."
         if not isinstance(params, SamplingParams | None): raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         prompts, params = [self.encode(p) for p in _as_list(prompts)], params or SamplingParams()
         jobs = [(ids, choice, i) for ids in prompts for i, choice in enumerate(choices(params))]
         outputs = [RequestOutput(ids, index=i) for ids, _, i in jobs]
-        self._collect([lambda heard, ids=ids, p=p: self.engine.submit(ids, p, heard, priority=priority) for ids, p, _ in jobs], outputs, progress)
+        self._collect([lambda heard, ids=ids, p=p: self.engine.submit(ids, p, heard, priority=priority, cache_salt=cache_salt) for ids, p, _ in jobs], outputs, progress)
         return outputs
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, tools: list | None = None, **template_options) -> list[RequestOutput]:
@@ -210,3 +214,14 @@ def _embed(self,
     return np.array([p.vector() for p in pools], np.float32).reshape(len(pools), self.config.n_embd)
 
 LLM.embed = _embed
+
+# %% ../nbs/44_llm.ipynb #30460d08
+def _save_state(self, path, prompt, cache_salt: str = "") -> None:
+    "Write what the cache holds of a text, given as str or ids, to a file; ValueError if that is nothing."
+    self.engine.save_state(path, self.encode(prompt), cache_salt)
+
+def _load_state(self, path, cache_salt: str = "") -> list[int]:
+    "Put a saved text back into the cache of the same model, run the same way. Returns its ids; what cannot be used is refused in one line."
+    return self.engine.load_state(path, cache_salt)
+
+LLM.save_state, LLM.load_state = _save_state, _load_state

@@ -8,7 +8,7 @@ __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'TOP', 'FORMS', 'attention_blo
            'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'vectors',
            'row_orders', 'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #78568b20
+# %% ../nbs/31_model.ipynb #56654dec
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from .config import ModelConfig
 from .core import num_cores
 from .gguf import GGUFFile
 from .deltanet import FUSED, RecurrentState, delta_block, short_conv_block
-from .kvcache import Batch, CacheHandle, CachePool, KVCache
+from .kvcache import Batch, BlockPool, CacheHandle, CachePool, KVCache, KVGroup, carry_out
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
 from .program import Program, Workers
@@ -258,11 +258,11 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #92de171e
+# %% ../nbs/31_model.ipynb #f74f83ab
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
-                 max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None,
+                 max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None, kv_groups: list[KVGroup] | None = None,
                  num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,
                  trace: RoutingTrace | None = None, progress=None):
         kv_type = kv_type or ("f32" if activations == "float32" or device == "ref" else "f16")
@@ -271,14 +271,15 @@ class Model:
         blocks_per_seq = -(-max_model_len//kv_block_size)
         self.file = GGUFFile(path)
         self.config = ModelConfig.from_gguf(self.file, rope_freq_base, yarn_truncate)
-        num_kv_blocks = num_kv_blocks or blocks_per_seq + 1                       # block 0 is the null block
+        groups = kv_groups or [KVGroup(0, 0, tuple(range(self.config.n_layer)), num_kv_blocks or blocks_per_seq + 1)]        # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
         self.states = RecurrentState(shapes, num_state_slots or max_num_seqs) if any(shapes) else None
-        self.cache = KVCache(self.config.kv_layers, num_kv_blocks, kv_block_size, kv_type, kv_type_v)
-        self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, num_kv_blocks, self.states.num_slots + 1 if self.states else 0)
+        self.cache = KVCache(self.config.kv_layers, groups[0].num_blocks, kv_block_size, kv_type, kv_type_v, groups)
+        self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, [g.num_blocks for g in groups], self.states.num_slots + 1 if self.states else 0)
         caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]
         self.layer_caches = [c if l.kv_from is None else caches[l.kv_from] for c, l in zip(caches, self.config.layers)]
-        self.pool = CachePool(num_kv_blocks, self.states)
+        first, *more = groups
+        self.pool = CachePool(first.num_blocks, self.states, first.window, first.step, [BlockPool(g.num_blocks, g.window, g.step, f"block{i}") for i, g in enumerate(more, 1)])
         if device == "ref": self._load_ref()
         else: self._load_cpu(num_threads, progress)
 
@@ -309,11 +310,9 @@ class Model:
         for i, r, routes in self.routes: self.trace.add(i, *choices_of(routes[:batch.num_tokens], r.n_expert_used), batch.positions[:batch.num_tokens])
         return logits
 
-    def transfer(self, moves) -> None:
-        "Carry out copies between places of the caches, in order"
-        for kind, source, target in moves:
-            assert kind == "state", f"nothing is known of a transfer of kind {kind!r}"
-            self.states.copy(source, target)
+    def transfer(self, moves) -> list:
+        "Carry out copies between places of the caches, in order; returns those that could not be made"
+        return carry_out(moves, self.states, self.pool.host)
 
     def hidden(self, start: int, n: int) -> np.ndarray: # [n, n_embd] float32
         "Hidden states of some of the last step's tokens after the last norm: what the output matrix reads, and what an embedding is made of"
@@ -330,17 +329,18 @@ class Model:
     def close(self):
         "Stop the threads and give the memory back"
         if self.device != "ref": self.workers.close()
+        if self.states: self.states.conv = self.states.ssm = ()                   # the pool keeps the counts, not the arrays
         self.weights = self._stream = self.cache = self.states = self.layer_caches = self.program = self.ops = None
         self.file.close()
 
-# %% ../nbs/31_model.ipynb #797305b9
+# %% ../nbs/31_model.ipynb #2f11a1a6
 def prompt_logits(model: Model, token_ids, chunk: int | None = None) -> np.ndarray: # [n_tokens, n_vocab] float32
     "Logits of every position of one sequence, computed in steps of at most `chunk` tokens"
     chunk = min(chunk or model.max_num_out, model.max_num_out)
     handle, out = CacheHandle(), []
     if not model.pool.grow(handle, len(token_ids)): raise ValueError(f"{len(token_ids)} tokens need more KV blocks than the {model.pool.num_free} that are free")
     for i in range(0, len(token_ids), chunk):
-        model.batch.fill([(token_ids[i:i+chunk], i, handle.block_ids, "all", handle.slot)])
+        model.batch.fill([(token_ids[i:i+chunk], i, handle.tables, "all", handle.slot)])
         out.append(model.forward(model.batch).copy())
     model.pool.release(handle)
     return np.concatenate(out)

@@ -7,9 +7,10 @@ __all__ = ['ERROR_TYPES', 'MAX_DEPTH', 'NO_EFFECT', 'ONLY', 'MAX_INPUTS', 'DONE'
            'StreamOptions', 'SchemaFormat', 'ResponseFormat', 'OpenAIRequest', 'SamplingFields', 'ChatMessage',
            'ChatCompletionRequest', 'CompletionRequest', 'EmbeddingRequest', 'TokenizeRequest', 'DetokenizeRequest',
            'parse_request', 'sampling_options', 'check_token_ids', 'prompt_list', 'template_messages', 'Reply',
-           'ChatReply', 'CompletionReply', 'joined_logprobs', 'usage', 'embedding_reply', 'to_json', 'event']
+           'ChatReply', 'CompletionReply', 'joined_logprobs', 'described', 'usage', 'embedding_reply', 'to_json',
+           'event']
 
-# %% ../nbs/50_protocol.ipynb #454db710
+# %% ../nbs/50_protocol.ipynb #f89ded5e
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import reprlib
 import time
 import uuid
 from base64 import b64encode
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -75,7 +77,7 @@ def _check_tree(value, max_depth):
 
 def _clean(text): return _SURROGATE.sub("\ufffd", str(text))[:100]
 
-# %% ../nbs/50_protocol.ipynb #932f4df7
+# %% ../nbs/50_protocol.ipynb #e4bdd89f
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -124,6 +126,7 @@ class SamplingFields(OpenAIRequest):
     grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
+    return_cache_report: bool | None = None
 
 # %% ../nbs/50_protocol.ipynb #a624ad83
 class ChatMessage(BaseModel):
@@ -312,11 +315,11 @@ def _call_with_object(call):
     try: return {**call, "function": {**function, "arguments": parse_json(function["arguments"].encode())}}
     except RequestError: return call
 
-# %% ../nbs/50_protocol.ipynb #9429a1b6
+# %% ../nbs/50_protocol.ipynb #38b01361
 class Reply:
     "What all chunks of one reply share; subclasses know the shape of a choice."
-    def __init__(self, model: str, tokenizer, include_usage: bool = False):
-        self.tokenizer, self.include_usage, self.length = tokenizer, include_usage, {}
+    def __init__(self, model: str, tokenizer, include_usage: bool = False, include_cache_report: bool = False):
+        self.tokenizer, self.include_usage, self.include_cache_report, self.length = tokenizer, include_usage, include_cache_report, {}
         self.head = {"id": self.prefix + uuid.uuid4().hex, "object": self.kind, "created": int(time.time()), "model": model}
 
     def chunk(self, choices: list, usage: dict | None = None) -> dict:
@@ -380,13 +383,19 @@ class CompletionReply(Reply):
         try: return raw.decode("utf-8")
         except UnicodeDecodeError: return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
-# %% ../nbs/50_protocol.ipynb #f0f59187
+# %% ../nbs/50_protocol.ipynb #64157bb5
 def _finite(logprob): return float(logprob) if logprob is not None and math.isfinite(logprob) else -9999.0
 
 def joined_logprobs(parts: list[dict]) -> dict | None:
     "The logprobs of a whole choice from those of its steps."
     if not parts: return None
     return {k: None if parts[0][k] is None else [x for p in parts for x in p[k]] for k in parts[0]}
+
+def described(report, tokenizer) -> dict | None:
+    "A CacheReport as JSON, with the texts of the tokens that differ and the whole in one sentence."
+    if report is None: return None
+    report = report.decoded(tokenizer.decode)
+    return {**asdict(report), "summary": str(report)}
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0) -> dict:
     "What a reply cost."

@@ -27,13 +27,15 @@ from .ops import ACTS, activate_ref, gated_ref, join_heads_ref, layer_norm_ref, 
 from .quants import QuantTensor
 from .ssm import (mamba1_scan_ref, mamba2_scan_ref, ssm_dt_ref, ssm_gate_ref, ssm_norm_gate_ref, ssm_shapes, take_columns_ref)
 
-# %% ../nbs/29_recorder.ipynb #e70ab6b2
+# %% ../nbs/29_recorder.ipynb #a8d70f11
 @dataclass(eq=False)
 class LayerCache:
     "One layer's keys and values in a KVCache, and its part of the recurrent states"
     cache: KVCache
     index: int
     states: RecurrentState | None = None
+    @property
+    def group(self) -> int: return self.cache.group_of[self.index]           # whose block tables these are
     @property
     def k(self): return self.cache.k[self.index]
     @property
@@ -50,9 +52,10 @@ class LayerCache:
 def step_view(batch) -> SimpleNamespace:
     "The batch's arrays cut to the step's true lengths, for code that runs eagerly"
     t, s = batch.num_tokens, batch.num_seqs
-    per_token = {k: getattr(batch, k)[:t] for k in ("token_ids", "positions", "slot_mapping")}
-    return SimpleNamespace(**per_token, out_rows=batch.out_rows[:batch.num_out], query_start_loc=batch.query_start_loc[:s + 1], seq_lens=batch.seq_lens[:s],
-                           block_table=batch.block_table[:s], state_slots=batch.state_slots[:s], num_tokens=t, num_seqs=s, num_out=batch.num_out)
+    view = dict(token_ids=batch.token_ids[:t], positions=batch.positions[:t], out_rows=batch.out_rows[:batch.num_out], query_start_loc=batch.query_start_loc[:s + 1],
+                seq_lens=batch.seq_lens[:s], state_slots=batch.state_slots[:s], num_tokens=t, num_seqs=s, num_out=batch.num_out)
+    groups = [SimpleNamespace(**view, slot_mapping=g.slot_mapping[:t], block_table=g.block_table[:s]) for g in batch.groups]
+    return SimpleNamespace(**vars(groups[0]), groups=groups)               # each group of layers sees the step with its own blocks
 
 class RefMatrix:
     "A weight [n, k], or one for each expert [n_expert, n, k]: the file's blocks, and their float32 values once somebody asks"
@@ -82,8 +85,8 @@ class ReferenceOps:
         return rope_ref(x, positions, shared_table(self, spec, freq_factors), head_dim)
     def join_heads(self, a, b, n_head): return join_heads_ref(a, b, n_head)
     def linear_heads(self, x, w): return linear_heads_ref(x, w.values())
-    def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.slot_mapping)
-    def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.cache, batch, kv.index, layer, sinks)
+    def kv_store(self, kv, k, v, batch): kv.cache.store(kv.index, k, v, batch.groups[kv.group].slot_mapping)
+    def attention(self, q, kv, batch, layer, sinks=None): return attention_ref(q, kv.cache, batch.groups[kv.group], kv.index, layer, sinks)
 
 def _route(self, logits, router, exp_probs_b=None, expert_scale=None, routes=None):
     choices = choice_rows(*route_ref(logits, router, exp_probs_b, expert_scale))
@@ -193,7 +196,7 @@ class Recorder:
         table = shared_table(self, spec, freq_factors)
         return self.emit("rope", Value(x.width, x.rows, "rows"), [x, positions, table, x.width, head_dim, spec.dim], [(x, "rows", False)])
 
-# %% ../nbs/29_recorder.ipynb #40f1ed75
+# %% ../nbs/29_recorder.ipynb #2754ab82
 def _quantized(self, x, act):
     "The quantised rows of `x`, made at their first use"
     if (x, act) not in self._quantized:
@@ -209,12 +212,13 @@ def _linear(self, x, w, bias=None):
     return y if bias is None else self.emit("add_bias", Value(w.n, x.rows, "columns"), [y, bias, w.n], [(y, "columns", False)])
 
 def _kv_store(self, kv, k, v, batch):
-    operands = [kv.k, kv.v, k, v, batch.slot_mapping, kv.spec.n_head_kv, kv.spec.head_dim_k, kv.spec.head_dim_v, *kv.head_bytes, "scratch", "scratch_bytes"]
+    operands = [kv.k, kv.v, k, v, batch.groups[kv.group].slot_mapping, kv.spec.n_head_kv, kv.spec.head_dim_k, kv.spec.head_dim_v, *kv.head_bytes, "scratch", "scratch_bytes"]
     self.emit(op_name("kv_store", kv.cache), None, operands, [(k, "all", False), (v, "all", False), (kv, "items", True)])
 
 def _attention(self, q, kv, batch, layer, sinks=None):
     (k_bytes, v_bytes), latent = kv.head_bytes, not kv.v.size                    # latent: the cache keeps no values, they lie in the keys
-    operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, k_bytes, batch.block_table, batch.block_table.shape[1], layer.n_head, layer.n_head_kv,
+    table = batch.groups[kv.group].block_table
+    operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, k_bytes, table, table.shape[1], layer.n_head, layer.n_head_kv,
                 layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks, v_bytes]
     name, out = op_name("latent_attention" if latent else "attention", kv.cache), Value(layer.n_head*layer.head_dim_v, "tokens", "items")
     self.emit(name, out, operands, [(q, "all", False), (kv, "all", False)])

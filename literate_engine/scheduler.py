@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['in_order', 'Request', 'SchedulerOutput', 'Queues', 'Scheduler']
 
-# %% ../nbs/41_scheduler.ipynb #c0c6aede
+# %% ../nbs/41_scheduler.ipynb #9faadf41
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from .kvcache import BLOCK_SIZE, CacheHandle, Transfer, block_keys, blocks_needed
+from .kvcache import BLOCK_SIZE, BlockPool, CacheHandle, Transfer, block_keys, blocks_needed
 
 # %% ../nbs/41_scheduler.ipynb #e9d9cdc4
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class Request:
         "Whose logits a step over the next n tokens must return: of all of them, of the last, of none."
         return "all" if self.all_rows else "last" if n == self.num_new_tokens and not self.hidden else None
 
-# %% ../nbs/41_scheduler.ipynb #5386110e
+# %% ../nbs/41_scheduler.ipynb #4a2db9b2
 @dataclass(slots=True)
 class SchedulerOutput:
     "One step: which requests take part, with how many tokens each, and what is copied before and after it."
@@ -64,6 +64,7 @@ class SchedulerOutput:
     spare_rows: int
     scheduled: list[tuple[Request, int]] = field(default_factory=list)      # in the order of the batch
     preempted: list[Request] = field(default_factory=list)                  # lost their blocks to others
+    admitted: list[Request] = field(default_factory=list)                   # run from this step on
     before: list[Transfer] = field(default_factory=list)                    # to be carried out, in order, before the forward pass
     after: list[Transfer] = field(default_factory=list)                     # and after it
 
@@ -75,7 +76,7 @@ class SchedulerOutput:
         self.spare_tokens -= n - 1
         if request.all_rows: self.spare_rows -= n - 1
 
-# %% ../nbs/41_scheduler.ipynb #7fcd63e6
+# %% ../nbs/41_scheduler.ipynb #a6acbf9b
 in_order = attrgetter("order")
 
 class Queues:
@@ -86,8 +87,9 @@ class Queues:
         prefix_caching: bool = False,     # begin a request with the blocks that others have computed for the same beginning
         aging_steps: int = 100,           # steps of waiting that weigh as much as one level of priority
     ):
-        if pool.num_blocks - 1 < blocks_needed(max_model_len):
-            raise ValueError(f"{pool.num_blocks - 1} KV blocks, but max_model_len {max_model_len} needs {blocks_needed(max_model_len)}")
+        for g in pool.groups:
+            if g.num_blocks - 1 < g.most(max_model_len):
+                raise ValueError(f"{g.num_blocks - 1} KV blocks{f' for layers with a window of {g.window}' if g.window else ''}, but max_model_len {max_model_len} needs {g.most(max_model_len)}")
         self.pool, self.max_model_len, self.prefix_caching, self.aging_steps = pool, max_model_len, prefix_caching, aging_steps
         self.num_steps = self.num_added = self.num_preemptions = 0
         self.waiting: list[Request] = []
@@ -114,13 +116,17 @@ class Queues:
             victims.append(last)
         return victims
 
-# %% ../nbs/41_scheduler.ipynb #7e241ae1
-def _preempt(self, request: Request) -> None:
-    "Take a running request's blocks; it will compute its tokens again."
+# %% ../nbs/41_scheduler.ipynb #cb159841
+def _set_back(self, request: Request) -> None:
+    "Take a running request's blocks; it will begin again."
     self._leave(request)
-    request.status, request.num_computed_tokens, request.num_preemptions = "waiting", 0, request.num_preemptions + 1
-    self.num_preemptions += 1
+    request.status, request.num_computed_tokens = "waiting", 0
     insort(self.waiting, request, key=in_order)
+
+def _preempt(self, request: Request) -> None:
+    "Set a running request back, because others need its blocks."
+    self.set_back(request)
+    request.num_preemptions, self.num_preemptions = request.num_preemptions + 1, self.num_preemptions + 1
 
 def _finish(self, request: Request) -> None:
     "Take a request out for good, wherever it is: done, aborted or failed."
@@ -137,37 +143,36 @@ def _take(self, queue: list, request: Request) -> None:
     assert queue[i] is request, f"{request.request_id} is not where it should be"
     del queue[i]
 
-Queues.preempt, Queues.finish, Queues._leave, Queues._take = _preempt, _finish, _leave, _take
+Queues.set_back, Queues.preempt, Queues.finish, Queues._leave, Queues._take = _set_back, _preempt, _finish, _leave, _take
 
-# %% ../nbs/41_scheduler.ipynb #9e158607
-def _find(self, request: Request) -> tuple[list[int], list[bytes]]:
-    "Blocks that hold the beginning of a waiting request, with their keys. Its last token is always computed: somebody has to predict the next."
-    if not self.prefix_caching or request.all_rows or request.hidden: return [], []
+# %% ../nbs/41_scheduler.ipynb #8bdbcb9d
+def _find(self, request: Request) -> list[bytes]:
+    "Keys of the blocks after which a waiting request can begin. Its last token is always computed: somebody has to predict the next."
+    if not self.prefix_caching or request.all_rows or request.hidden: return []
     keys = request.keys_of(request.num_tokens - 1)
-    known = self.pool.find(keys)
-    request.num_known_tokens = len(known)*BLOCK_SIZE
-    n = self.pool.restorable(keys[:len(known)])
-    return known[:n], keys[:n]
+    known = self.pool.restorable(keys, states=False)
+    request.num_known_tokens = known*BLOCK_SIZE
+    return keys[:self.pool.restorable(keys[:known]) if self.pool.states is not None else known]
 
-def _admit(self, request: Request, found: list[int], keys: list[bytes]) -> list[Transfer]:
-    "A waiting request runs from now on, beginning after the blocks that were found. Returns what to copy before the step."
+def _admit(self, request: Request, keys: list[bytes]) -> None:
+    "A waiting request runs from now on, beginning after the blocks that were found."
     self._take(self.waiting, request)
     insort(self.running, request, key=in_order)
-    request.status, request.num_computed_tokens = "running", len(found)*BLOCK_SIZE
+    request.status, request.num_computed_tokens = "running", len(keys)*BLOCK_SIZE
     if not request.num_preemptions: request.num_cached_tokens = request.num_computed_tokens
-    return self.pool.begin(request.cache, found, keys)
+    self.pool.begin(request.cache, keys)
 
 def _publish(self, request: Request, before: int) -> None:
     "Blocks that have become full since `before` tokens were computed can be found by others, and so can the copy of the state behind them."
     first, end = before // BLOCK_SIZE, request.num_computed_tokens // BLOCK_SIZE
     if first == end: return
     keys = request.keys_of(end*BLOCK_SIZE)
-    for i in range(first, end): self.pool.publish(request.block_ids[i], keys[i])
+    self.pool.publish_blocks(request.cache, keys, before, request.num_computed_tokens)
     if request.cache.saving and self.pool.keep(request.cache, keys[-1]) and request.num_computed_tokens > request.num_prompt_tokens: request.tail = keys[-1]
 
 Queues.find, Queues.admit, Queues.publish = _find, _admit, _publish
 
-# %% ../nbs/41_scheduler.ipynb #051e02fb
+# %% ../nbs/41_scheduler.ipynb #9a0b89d6
 class Scheduler(Queues):
     "Chooses the tokens of each step."
     def __init__(self, pool,
@@ -200,17 +205,19 @@ class Scheduler(Queues):
             step.add(request, n)
         while self.waiting and not step.preempted and self.has_place(step):
             request = self.waiting[0]
-            found, keys = self.find(request)
-            if not self.pool.has_room(blocks_needed(request.num_tokens) + len(self.running), found): break
-            step.before += self.admit(request, found, keys)
+            keys = self.find(request)
+            if not self.pool.has_room(request.num_tokens, keys, spare=len(self.running)): break
+            self.admit(request, keys)
+            step.admitted.append(request)
             step.spare_tokens, step.spare_rows = step.spare_tokens - 1, step.spare_rows - 1
             n = self.piece(request, step)
             self.grow(request, n)
             step.add(request, n)
         if self.keeps_states: self.save_states(step)
+        step.before = self.pool.take_moves()
         return step
 
-# %% ../nbs/41_scheduler.ipynb #50f04f2d
+# %% ../nbs/41_scheduler.ipynb #cbed3f1c
 def _piece(self, request: Request, step: SchedulerOutput) -> int:
     "How many of its tokens a request computes in this step; at least one."
     n = min(request.num_new_tokens, self.long_prefill_token_threshold, 1 + step.spare_tokens)
@@ -221,17 +228,25 @@ def _has_place(self, step: SchedulerOutput) -> bool:
     "Could a step take in one more request?"
     return len(self.running) < self.max_num_seqs and step.spare_tokens > 0 and step.spare_rows > 0
 
+def _retract(self, step: SchedulerOutput, failed: list[Transfer]) -> None:
+    "Copies before the step could not be made: the requests that depend on them leave it, and will begin with what is there then."
+    for request, n in [(r, n) for r, n in step.scheduled if failed and not set(failed).isdisjoint(r.cache.loading)]:
+        step.scheduled.remove((request, n))
+        self.set_back(request)
+
 def _update(self, step: SchedulerOutput, sampled: dict) -> None:
     "Book a step that was computed, with its copies; sampled: request_id -> the token id to append, for requests that caught up."
     for request, n in step.scheduled:
         if request.status != "running": continue                           # finished or aborted meanwhile
         request.num_computed_tokens += n
+        if request.cache.loading: self.pool.loaded(request.cache)
         if self.prefix_caching: self.publish(request, request.num_computed_tokens - n)
+        self.pool.trim(request.cache, request.num_computed_tokens)
         if request.request_id in sampled:
             assert request.num_new_tokens == 0, f"{request.request_id} has a new token but has not caught up"
             request.token_ids.append(sampled[request.request_id])
 
-Scheduler.piece, Scheduler.has_place, Scheduler.update = _piece, _has_place, _update
+Scheduler.piece, Scheduler.has_place, Scheduler.retract, Scheduler.update = _piece, _has_place, _retract, _update
 
 # %% ../nbs/41_scheduler.ipynb #346669f5
 def _next_stop(self, request: Request) -> int:
@@ -250,20 +265,26 @@ def _save_states(self, step: SchedulerOutput) -> None:
 
 Scheduler.next_stop, Scheduler.save_states = _next_stop, _save_states
 
-# %% ../nbs/41_scheduler.ipynb #6aded798
+# %% ../nbs/41_scheduler.ipynb #fb09c69b
 def _check_integrity(self) -> None:
     "Assert that no block or slot is lost or counted wrongly, and that every counter fits its blocks."
-    self.pool.check_integrity()
-    held = Counter(b for r in self.running for b in r.block_ids)
-    assert all(held[b] == n for b, n in enumerate(self.pool.refs)), "a block is lost, or its owners are miscounted"
-    written = [b for r in self.running for b in r.block_ids[r.num_computed_tokens // BLOCK_SIZE:]]
-    assert all(held[b] == 1 for b in written), "a block that is still being written has two owners"
+    for i, g in enumerate(self.pool.groups):
+        BlockPool.check_integrity(g)
+        tables = [(r.num_computed_tokens, r.cache.tables[i]) for r in self.running]
+        held = Counter(b for _, table in tables for b in table if b)
+        assert all(held[b] == n for b, n in enumerate(g.refs)), "a block is lost, or its owners are miscounted"
+        assert all(held[b] == 1 for n, table in tables for b in table[n // BLOCK_SIZE:]), "a block that is still being written has two owners"
+        for n, table in tables: assert [b > 0 for b in table] == [j >= g.first(n) for j in range(len(table))], "a block is missing, or was kept for nobody"
     if self.pool.states is not None:
         slots = self.pool.states.pool
         slots.check_integrity()
         assert sorted(r.cache.slot for r in self.running) == [i for i, n in enumerate(slots.refs) if n], "a state slot is lost or held twice"
+    if self.pool.host is not None:
+        self.pool.host.check_integrity()
+        assert not self.pool.host.num_pinned, "something is pinned that nobody waits for"
     for queue in (self.waiting, self.running): assert queue == sorted(queue, key=in_order), "a queue is out of order"
-    for r in self.running: assert r.status == "running" and blocks_needed(r.num_computed_tokens) <= len(r.block_ids) and not r.cache.saving, r.request_id
+    for r in self.running: assert r.status == "running" and blocks_needed(r.num_computed_tokens) <= len(r.block_ids), r.request_id
+    for r in (*self.running, *self.waiting): assert not r.cache.saving and not r.cache.loading, f"{r.request_id} waits for a copy"
     for r in self.waiting: assert r.status == "waiting" and not r.block_ids and not r.cache.slot and not r.num_computed_tokens, r.request_id
     assert len(self.running) <= self.max_num_seqs
 

@@ -7,7 +7,7 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
            'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #8f762276
+# %% ../nbs/51_server.ipynb #14824a6d
 import argparse
 import asyncio
 import functools
@@ -35,7 +35,7 @@ from .engine import Engine, EngineConfig, EngineFull
 from .llm import Pool, default_pooling
 from .metrics import TYPE, exposition
 from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
-                                      EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, embedding_reply, event, invalid, joined_logprobs,
+                                      EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, described, embedding_reply, event, invalid, joined_logprobs,
                                       parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import SamplingParams
 
@@ -184,7 +184,7 @@ def _failed(error: str | None) -> RequestError:
 
 Live.next = _next
 
-# %% ../nbs/51_server.ipynb #b7fef155
+# %% ../nbs/51_server.ipynb #3ae93fb7
 @dataclass
 class Choice:
     "What one choice has said so far."
@@ -194,14 +194,16 @@ class Choice:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    cache_report: object = None           # the first output brings it
 
     def add(self, output, logprobs) -> None:
+        self.cache_report = self.cache_report or output.cache_report
         self.text.append(output.text)
         if logprobs: self.logprobs.append(logprobs)
         self.finish_reason = output.finish_reason
         self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
 
-# %% ../nbs/51_server.ipynb #8718218c
+# %% ../nbs/51_server.ipynb #a77615fb
 class Answer(Response):
     "The reply to a generation request."
     def __init__(self, serving: Serving, jobs: list, options: dict, reply, n: int, stream: bool, heads: list[str]):
@@ -227,7 +229,11 @@ class Answer(Response):
     def usage(self) -> dict:
         "Prompt tokens count once for each prompt, not for each of its choices."
         prompts = self.choices[::self.n]
-        return usage(sum(c.num_prompt_tokens for c in prompts), sum(c.num_output_tokens for c in self.choices), sum(c.num_cached_tokens for c in prompts))
+        total = usage(sum(c.num_prompt_tokens for c in prompts), sum(c.num_output_tokens for c in self.choices), sum(c.num_cached_tokens for c in prompts))
+        if self.reply.include_cache_report:
+            reports = [described(c.cache_report, self.reply.tokenizer) for c in prompts]
+            total["prompt_tokens_details"]["cache_report"] = reports[0] if len(reports) == 1 else reports
+        return total
 
     async def collect(self, live, gone, scope, receive, send):
         while live.open: self.heard(*await live.next(gone, None))
@@ -316,7 +322,7 @@ def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
 def _need_text(engine, param: str = "prompt"):
     if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", param, code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #9f97d14f
+# %% ../nbs/51_server.ipynb #db282575
 async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices. A constraint is compiled on a worker thread."
     engine, n = serving.engine, asked.n or 1
@@ -334,7 +340,9 @@ async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer
     except ValueError as e: raise _invalid(e, asked) from None
     stream = bool(asked.stream)
     if asked.stream_options and not stream: raise invalid("stream_options", "needs stream: true")
-    reply = shape(serving.name, engine.tokenizer, bool(asked.stream_options and asked.stream_options.include_usage))
+    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    if asked.return_cache_report and stream and not include_usage: raise invalid("return_cache_report", "a stream needs stream_options: {\"include_usage\": true} for it")
+    reply = shape(serving.name, engine.tokenizer, include_usage, bool(asked.return_cache_report))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
     return Answer(serving, jobs, {"cache_salt": asked.cache_salt or "", "priority": asked.priority or 0}, reply, n, stream, echo)
 

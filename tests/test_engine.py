@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir, fixture
-from literate_engine.engine import Engine, EngineConfig, EngineFull, byte_tokenizer, scripted_engine
+from literate_engine.engine import Engine, EngineConfig, EngineFull, scripted_engine
 from literate_engine.kvcache import BLOCK_SIZE, CachePool, block_keys
 from literate_engine.llm import LLM, choices
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
+from literate_engine.scripted import byte_tokenizer
 
 END = 256
 TOKENIZER = byte_tokenizer()
@@ -37,7 +38,16 @@ def make(script=hashed, **options): return scripted_engine(script, **options)
 
 def free(engine):
     engine.core.scheduler.check_integrity()
-    return engine.model.pool.num_free == engine.model.pool.num_blocks - 1
+    return all(g.num_free == g.num_blocks - 1 for g in engine.model.pool.groups)
+
+
+def shrink(pool, left):
+    "Take blocks away until so many are free in the first group, and few in the others; what was taken."
+    return [(g, g.allocate(g.num_free - (left if g is pool else 20))) for g in pool.groups]
+
+
+def give_back(taken):
+    for g, ids in taken: g.free(ids)
 
 
 # ---- scheduler ----
@@ -54,8 +64,8 @@ def chapter():
 
 
 def test_a_thousand_random_schedules(chapter):
-    preemptions, cached = map(sum, zip(*map(chapter["random_schedule"], range(1000))))
-    assert preemptions > 200 and cached > 5000
+    preemptions, cached, hits = map(sum, zip(*map(chapter["random_schedule"], range(1000))))
+    assert preemptions > 200 and cached > 5000 and hits > 500
 
 
 def test_first_tokens_come_when_they_were_promised(chapter):
@@ -406,7 +416,8 @@ def test_a_fault_of_the_engine_gives_all_slots_back(caplog):
 
 # ---- the same bits, however it is computed ----
 
-KINDS = ["llama", "qwen3moe", "qwen3next", "lfm2", "mamba2"]                             # dense, mixture, hybrids, no attention at all
+KINDS = ["llama", "qwen3moe", "qwen3next", "lfm2", "mamba2",                             # dense, mixture, hybrids, no attention at all
+         "gemma3", "gemma4ple", "gpt_oss", "cohere2"]                                    # windows: keys shared by layers, a mixture, layers without positions
 
 
 OPTIONS = dict(activations="float32", num_threads=2, max_model_len=160, max_num_seqs=4, max_num_batched_tokens=64)
@@ -445,14 +456,14 @@ def test_preempted_beside_aborted_ones(undisturbed):
         got[o.request_id] = got.get(o.request_id, []) + o.token_ids
         if o.request_id in ("noise 1", "noise 3") and len(got[o.request_id]) == 9: engine.abort(o.request_id)
         if o.finish_reason: ends.put((o.request_id, o.finish_reason))
-    taken = engine.model.pool.allocate(engine.model.pool.num_free - 11)                # as if the cache were this small
+    taken = shrink(engine.model.pool, 11)                                              # as if the cache were this small
     for i, p in enumerate(prompts):
         engine.submit(p[i:20] + [i], SamplingParams(max_tokens=70, ignore_eos=True), heard, request_id=f"noise {i}", priority=i % 2)
         engine.submit(p, params, heard, request_id=str(i))
     engine.start()
     assert Counter(ends.get()[1] for _ in range(8)) == {"length": 6, "abort": 2}
     assert [got[str(i)] for i in range(4)] == [w[0] for w in want] and engine.stats()["num_preemptions"] > 0
-    engine.model.pool.free(taken)
+    give_back(taken)
     assert idle(engine) if engine.model.states else free(engine)
     engine.stop()
 
@@ -564,3 +575,49 @@ def test_memory_that_is_not_there_and_models_without_keys():
     for bad in (None, 1, [], b"x", ""):
         with pytest.raises(ValueError, match="model is"): LLM(bad)
     with pytest.raises(ValueError, match="rope_freq_base"): EngineConfig(rope_freq_base="x")
+
+
+# ---- layers with windows ----
+
+def held(engine): return [g.num_blocks - 1 - g.num_free for g in engine.model.pool.groups]
+
+
+def test_a_window_gives_its_blocks_back():
+    "A long text holds ever more blocks for the layers that see everything and no more than `most` for those with a window"
+    engine, outs, most = make(window=20, num_windowed_blocks=8, max_model_len=400, num_blocks=30, max_num_batched_tokens=32), queue.SimpleQueue(), []
+    pool = engine.model.pool
+    with LLM(engine) as llm:
+        engine.submit([5]*100, SamplingParams(max_tokens=250, ignore_eos=True), lambda o: (most.append(held(engine)), outs.put(o)))
+        ids = []
+        while True:
+            o = outs.get()
+            ids += o.token_ids
+            if o.finish_reason: break
+        assert ids == alone([5]*100, 250) and most[-2][0] == 22 and max(w for _, w in most) <= pool.groups[1].most(350) == 5 and free(engine)
+        assert engine.stats()["num_windowed_kv_blocks"] == engine.stats()["num_free_windowed_kv_blocks"] == 7
+        assert [llm.generate(p, SamplingParams(max_tokens=1))[0].num_cached_tokens for p in ([5]*100 + ids, [5]*100 + ids[:100], [5]*100)] == [336, 0, 0]
+
+
+def test_windows_under_pressure():
+    "Prompts with common beginnings, a small windowed pool, host memory, states: the scripted model compares what the groups hold, and every text is right"
+    for slots, memory in ((0, 0), (9, 0), (0, 20000), (9, 20000)):
+        with LLM(make(window=33, num_windowed_blocks=14, num_state_slots=slots, host_cache_memory=memory, max_model_len=200, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=40)) as llm:
+            rng = random.Random(slots + memory)
+            common = [rng.randrange(250) for _ in range(150)]
+            prompts = [common[:rng.choice([0, 40, 100, 150])] + [rng.randrange(250) for _ in range(rng.randint(1, 30))] for _ in range(40)]
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=15, ignore_eos=True))
+            assert [o.token_ids for o in outputs] == [alone(p, 15) for p in prompts] and free(llm.engine)
+            assert sum(o.num_cached_tokens for o in outputs) > 300
+
+
+def test_the_memory_of_windows():
+    "What is given is not exceeded, one text of full length fits, and a model whose windows never end keeps one group"
+    for options in ({}, {"max_model_len": 2048}, {"max_model_len": 100}, {"kv_memory": 2**20}, {"kv_memory": 2**19, "max_num_batched_tokens": 32}, {"kv_memory": 2**22, "max_model_len": 1000}):
+        with LLM(fixture("gemma3.gguf"), **options) as llm:
+            props, cache = llm.engine.props(), llm.engine.model.cache
+            assert cache.nbytes == props["kv_memory"] <= options.get("kv_memory", 2**30), options
+            for g in llm.engine.model.pool.groups: assert g.num_blocks > g.most(props["max_model_len"])
+            assert [g["window"] for g in props["kv_groups"]] == ([0, 16] if props["max_model_len"] > 300 or "max_num_batched_tokens" in options else [0])
+            [o] = llm.generate([[7]*(props["max_model_len"] - 3)], SamplingParams(max_tokens=None, ignore_eos=True))
+            assert len(o.token_ids) == 3 and free(llm.engine)
+    with pytest.raises(ValueError, match="kv_memory is 100000: one request of max_model_len = 2048 needs"): LLM(fixture("gemma3.gguf"), kv_memory=100000, max_model_len=2048)

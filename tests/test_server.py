@@ -24,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from literate_engine import server
 from literate_engine.access import access_for
 from literate_engine.chat import ChatTemplate
-from literate_engine.engine import Engine, EngineConfig, Loaded, ScriptedModel
+from literate_engine.engine import Engine, EngineConfig, Loaded
+from literate_engine.scripted import ScriptedModel
 from literate_engine.server import Limits, background, create_app
 from literate_engine.tokenizer import Tokenizer, byte_alphabet
 
@@ -289,6 +290,23 @@ def test_usage_of_a_stream_equals_the_plain_reply():  # BC-028
             assert reply["usage"]["completion_tokens"] in (3, 4) and reply["usage"]["prompt_tokens"] > 0
             chunks, _ = events(url, path, asked(path))
             assert all(c["choices"] and "usage" not in c for c in chunks)
+
+
+def test_a_cache_report_is_told_to_whoever_asks():
+    with served(ids("ok")) as (url, _):
+        body = {"prompt": [7] * 40 + [8, GO], "max_tokens": 1}
+        details = lambda **more: post(url, "/v1/completions", {**body, **more})[1]["usage"]["prompt_tokens_details"]
+        first, again, plain = details(return_cache_report=True)["cache_report"], details(return_cache_report=True)["cache_report"], details()
+        assert first["reason"] == "nothing similar seen" and again["reason"] == "last token is always computed" and plain == {"cached_tokens": 32}
+        one, two = details(return_cache_report=True, prompt=[[7] * 40 + [9, GO], [6, GO]], n=2)["cache_report"]
+        assert (one["position"], one["token_id"], one["earlier_token_id"]) == (40, 9, 8) and len(one["texts"]) == 2 and "at position 40" in one["summary"]
+        assert one["num_cached_tokens"] == 32 and two["reason"] == "nothing similar seen"
+        chunks, _ = events(url, "/v1/completions", {**body, "return_cache_report": True, "stream_options": {"include_usage": True}})
+        assert chunks[-1]["usage"]["prompt_tokens_details"]["cache_report"]["num_cached_tokens"] == 32
+        status, error = post(url, "/v1/completions", {**body, "return_cache_report": True, "stream": True})
+        assert status == 400 and "include_usage" in error["error"]["message"]
+    with served(ids("ok"), enable_prefix_caching=False) as (url, _):
+        assert post(url, "/v1/completions", {**body, "return_cache_report": True})[1]["usage"]["prompt_tokens_details"]["cache_report"] is None
 
 
 @pytest.mark.parametrize("path", ROUTES)
