@@ -10,14 +10,14 @@ __all__ = ['PANEL', 'FUSED', 'conv_state_shape', 'delta_shapes', 'gated_delta_ru
            'short_conv_shapes', 'multiply_ref', 'multiply', 'short_conv_block', 'delta_scratch_bytes', 'gated_delta',
            'gated_delta_cpu', 'delta_block']
 
-# %% ../nbs/22_deltanet.ipynb #291bc408
+# %% ../nbs/22_deltanet.ipynb #6f482417
 import math
 from types import SimpleNamespace
 
 import numpy as np
 
 from .layers import ConvSpec, DeltaSpec
-from .kvcache import BlockPool
+from .blocks import BlockPool
 from .linear_cpu import pad16
 from .ops import sigmoid_ref
 from .cpu_ops import WORDS, call_share, columns, cpu_op, op_address, operand_word, own_row

@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'log', 'MIN_ROWS', 
            'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'EngineFull', 'Loaded', 'Engine', 'load_model',
            'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #8b897cc2
+# %% ../nbs/43_engine.ipynb #6b9af0db
 import logging
 import os
 import queue
@@ -31,7 +31,8 @@ from .gguf import GGUFFile
 from .grammar import Grammars, Matcher
 from .hosttier import CacheIdentity, CacheReport, HostTier, Layout, PrefixHistory, cache_report, contents_of, fingerprint
 from .hosttier import load_state, put_back, save_state, take_out
-from .kvcache import BLOCK_SIZE, KV_TYPES, blocks_needed, kv_bytes, kv_bytes_per_block, kv_groups
+from .blocks import BLOCK_SIZE, blocks_needed
+from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .metrics import Metrics
 from .recorder import state_shapes
 from .sampling import Sampler, SamplingParams, logprobs

@@ -7,7 +7,7 @@ __all__ = ['ENTRY', 'VERSION', 'REASONS', 'Layout', 'Contents', 'HostTier', 'fin
            'contents_of', 'snapshot', 'restore', 'save_state', 'load_state', 'take_out', 'put_back', 'PrefixHistory',
            'CacheReport', 'cache_report']
 
-# %% ../nbs/33_hosttier.ipynb #6b9ed4b5
+# %% ../nbs/33_hosttier.ipynb #c379065d
 import bisect
 import hashlib
 import math
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .gguf import GGUFError, GGUFFile, write_gguf
-from .kvcache import BLOCK_SIZE, CachePool, block_keys, first_block
+from .blocks import BLOCK_SIZE, CachePool, block_keys, first_block
 
 # %% ../nbs/33_hosttier.ipynb #286cefa9
 class Layout(NamedTuple):

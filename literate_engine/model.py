@@ -8,7 +8,7 @@ __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'TOP', 'FORMS', 'attention_blo
            'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'vectors',
            'row_orders', 'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #56654dec
+# %% ../nbs/31_model.ipynb #603c76e3
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,8 @@ from .config import ModelConfig
 from .core import num_cores
 from .gguf import GGUFFile
 from .deltanet import FUSED, RecurrentState, delta_block, short_conv_block
-from .kvcache import Batch, BlockPool, CacheHandle, CachePool, KVCache, KVGroup, carry_out
+from .blocks import BlockPool, CacheHandle, CachePool, carry_out
+from .kvcache import Batch, KVCache, KVGroup
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
 from .program import Program, Workers

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['in_order', 'Request', 'SchedulerOutput', 'Queues', 'Scheduler']
 
-# %% ../nbs/41_scheduler.ipynb #9faadf41
+# %% ../nbs/41_scheduler.ipynb #3015ab5d
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from .kvcache import BLOCK_SIZE, BlockPool, CacheHandle, Transfer, block_keys, blocks_needed
+from .blocks import BLOCK_SIZE, BlockPool, CacheHandle, Transfer, block_keys, blocks_needed
 
 # %% ../nbs/41_scheduler.ipynb #e9d9cdc4
 @dataclass(eq=False, slots=True)

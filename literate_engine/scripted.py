@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['byte_tokenizer', 'ScriptedModel', 'replies']
 
-# %% ../nbs/39_scripted.ipynb #44556a85
+# %% ../nbs/39_scripted.ipynb #11daf756
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 
 from .deltanet import RecurrentState
-from .kvcache import BLOCK_SIZE, Batch, BlockPool, CachePool, blocks_needed, carry_out
+from .blocks import BLOCK_SIZE, BlockPool, CachePool, blocks_needed, carry_out
+from .kvcache import Batch
 from .tokenizer import Tokenizer, byte_alphabet
 
 # %% ../nbs/39_scripted.ipynb #fb6423a6

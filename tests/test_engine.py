@@ -14,7 +14,7 @@ import pytest
 
 from literate_engine.core import data_dir, fixture
 from literate_engine.engine import Engine, EngineConfig, EngineFull, scripted_engine
-from literate_engine.kvcache import BLOCK_SIZE, CachePool, block_keys
+from literate_engine.blocks import BLOCK_SIZE, CachePool, block_keys
 from literate_engine.llm import LLM, choices
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler

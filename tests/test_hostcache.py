@@ -11,7 +11,7 @@ import pytest
 from literate_engine.core import fixture
 from literate_engine.engine import scripted_engine
 from literate_engine.hosttier import REASONS
-from literate_engine.kvcache import block_keys
+from literate_engine.blocks import block_keys
 from literate_engine.llm import LLM
 from literate_engine.sampling import SamplingParams
 

@@ -15,7 +15,7 @@ from literate_engine.core import fixture
 from literate_engine.gguf import GGUFError, GGUFFile, write_gguf
 from literate_engine.hosttier import (CacheIdentity, Contents, HostTier, Layout, PrefixHistory, SavedState, cache_report, fingerprint, load_state, restore, save_state,
                                       snapshot)
-from literate_engine.kvcache import CacheHandle
+from literate_engine.blocks import CacheHandle
 from literate_engine.model import Model
 
 IDENTITY = CacheIdentity("f"*64, "toy", 100, {"activations": "int8", "device": "cpu"}, Layout(("|u1 24",), 24), Layout(("<f4 5",), 20))

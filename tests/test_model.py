@@ -10,7 +10,7 @@ import pytest
 
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
 from literate_engine.gguf import GGUFFile, write_gguf
-from literate_engine.kvcache import CacheHandle
+from literate_engine.blocks import CacheHandle
 from literate_engine.model import Model, prompt_logits
 from literate_engine.quants import QUANT_TYPES, QuantTensor, quantize
 from literate_engine.scheduler import Request, Scheduler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "      # chapters: written by tools/sidebar.py\n", "      # end of chapters\n"
-PARTS = [(0, "The file and its text"), (8, "Linear algebra"), (20, "Memory and mixing"), (30, "The model"), (40, "The engine"),
+PARTS = [(0, "The file and its text"), (8, "Linear algebra"), (19, "Memory and mixing"), (30, "The model"), (40, "The engine"),
          (49, "The server"), (60, "Using it"), (70, "Results"), (80, "Laboratories"), (90, "The package")]      # first chapter of each part
 
 def title(path):
