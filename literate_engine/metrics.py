@@ -30,7 +30,7 @@ class Histogram:
         ends = [*(f"{b:g}" for b in self.bounds), "+Inf"]
         return [(end, below := below + n) for end, n in zip(ends, counts)]
 
-# %% ../nbs/42_metrics.ipynb #ac2bb8b7
+# %% ../nbs/42_metrics.ipynb #30dc5ac4
 SECONDS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1., 2., 5., 10., 20., 50., 100., 200.)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 HISTOGRAMS = {
@@ -54,7 +54,9 @@ ELSEWHERE = {                             # counters with another owner
     "num_preemptions": "Times that a running request lost its blocks to an older one",
     "requests_submitted": "Requests that were taken in",
     "requests_refused": "Requests that were refused because the queue was full",
-    "client_disconnects": "Clients that hung up before their answer was complete"}
+    "client_disconnects": "Clients that hung up before their answer was complete",
+    "host_cache_hits": "Blocks and states that came back from host memory",
+    "host_cache_evictions": "Blocks and states that left host memory for others"}
 GAUGES = {
     "num_requests_running": "Requests that hold blocks",
     "num_requests_waiting": "Requests in the queue",
@@ -62,7 +64,8 @@ GAUGES = {
     "kv_blocks": "Blocks of the KV cache",
     "kv_blocks_used": "Blocks that running requests hold",
     "state_slots": "Slots for the states of recurrent layers",
-    "state_slots_used": "Slots that running requests hold"}
+    "state_slots_used": "Slots that running requests hold",
+    "host_cache_bytes": "Bytes of blocks and states in host memory"}
 REASONS = ("stop", "length", "abort", "error")
 
 # %% ../nbs/42_metrics.ipynb #38cfadf6

@@ -159,10 +159,11 @@ def greedy(x: np.ndarray) -> int: # [n_vocab] float32 -> id
     if x[i] == -np.inf: raise ValueError("no token can be drawn: every logit is -inf or NaN")
     return i
 
-# %% ../nbs/40_sampling.ipynb #679c2983
+# %% ../nbs/40_sampling.ipynb #139a8aff
 def _weights(x, top, temperature): # float32 logits and their maximum -> float32 weights in 0..1
     if np.isinf(top): return (x == top).astype(np.float32)
-    return np.exp((x - top) * np.float32(min(1 / temperature, 1e30) if temperature > 1e-30 else 1e30))
+    with np.errstate(over="ignore"):                                               # past the range of float32 a difference is -inf, its weight 0
+        return np.exp((x - top) * np.float32(min(1 / temperature, 1e30) if temperature > 1e-30 else 1e30))
 
 @lru_cache(4)
 def _all_ids(n): return np.arange(n)
