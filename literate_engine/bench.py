@@ -21,7 +21,7 @@ import numpy as np
 
 from .core import DEFAULT_MODEL, find_model, machine, num_cores, peak_bandwidth, ratio, save_bench
 
-# %% ../nbs/60_bench.ipynb #e82c2b21
+# %% ../nbs/60_bench.ipynb #7be37f34
 def together(
     generate,  # (prompts, n_gen) -> anything, when all of it is done
     prompts: list[list[int]],
@@ -33,7 +33,8 @@ def together(
     middle = time.perf_counter()
     generate(prompts, n_gen)
     end = time.perf_counter()
-    return len(prompts) * (n_gen - 1) / max((end - middle) - (middle - start), 1e-9)
+    if (more := (end - middle) - (middle - start)) <= 0: raise ValueError(f"{n_gen} tokens take no longer than one: too few to measure")
+    return len(prompts) * (n_gen - 1) / more
 
 # %% ../nbs/60_bench.ipynb #9f810dd1
 class Ours:
@@ -242,7 +243,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #d59cdc61
+# %% ../nbs/60_bench.ipynb #cfadebf8
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -260,6 +261,7 @@ def run_bench(
     if what not in DEFAULTS: raise ValueError(f"cannot measure {what!r}; known are {', '.join(DEFAULTS)}")
     if peer is not None and peer not in PEERS: raise ValueError(f"unknown peer {peer!r}; known are {', '.join(PEERS)}")
     if only_peer and not peer: raise ValueError("only_peer needs a peer")
+    if batch and what not in BATCHES: raise ValueError(f"{what} is measured with one sequence: it takes no batch")
     if what == "turn" and peer: raise ValueError("turn compares this engine with itself, warm with cold: it takes no peer")
     n_prompt, n_gen = n_prompt or DEFAULTS[what]["n_prompt"], n_gen or DEFAULTS[what]["n_gen"]
     path, threads = find_model(model), tuple(threads) or (num_cores(),)

@@ -428,7 +428,11 @@ def _stop(self) -> None:
 
 Engine._run, Engine.stop, Engine.close = _run, _stop, _stop
 
-# %% ../nbs/43_engine.ipynb #0decbca6
+# %% ../nbs/43_engine.ipynb #410b4911
+def _check_salt(salt) -> str:
+    if not isinstance(salt, str): raise ValueError(f"cache_salt is {salt!r}: expected a string")
+    return salt
+
 def _submit(self,
     prompt_ids: list[int],
     params: SamplingParams | None,
@@ -442,8 +446,8 @@ def _submit(self,
     if params.n != 1: raise ValueError(f"n is {params.n}: submit one request for each choice (see `choices`)")
     if params.seed is None and self.config.seed is not None: params = replace(params, seed=self.config.seed + self.num_submitted)
     if isinstance(priority, bool) or not hasattr(priority, "__index__") or not -2**31 <= priority < 2**31: raise ValueError(f"priority is {priority!r}: expected an integer of 32 bits")
-    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output, cache_salt,
-                      self.grammars.matcher(params))
+    work = Generation(request_id or uuid.uuid4().hex, self.check_ids(prompt_ids), params, self.tokenizer, self.model_config.n_token, self.max_model_len, on_output,
+                      _check_salt(cache_salt), self.grammars.matcher(params))
     work.request.priority = priority.__index__()
     return self._enter(work)
 
@@ -495,7 +499,7 @@ def _abort(self, request_id: str) -> None:
 
 Engine.submit, Engine.score, Engine.check_ids, Engine._enter, Engine._num_arriving, Engine.abort = _submit, _score, _check_ids, _enter, _num_arriving, _abort
 
-# %% ../nbs/43_engine.ipynb #eca7a09f
+# %% ../nbs/43_engine.ipynb #81936c4c
 def _between_steps(self, job: Callable[[], object]):
     "What a function returns that is called on the engine's thread, between two steps."
     done = Future()
@@ -520,13 +524,13 @@ def _identity(self) -> CacheIdentity:
 def _save(self, path, token_ids: list[int], cache_salt: str = "") -> None:     # ValueError if nothing of it is cached
     "Write what the cache holds of a text to a file, from any thread."
     ids = self.check_ids(token_ids)
-    saved = self._between_steps(lambda: take_out(self.model.pool, self.core.contents, ids, cache_salt))
+    saved = self._between_steps(lambda: take_out(self.model.pool, self.core.contents, ids, _check_salt(cache_salt)))
     save_state(path, saved, self._identity(), cache_salt)
 
 def _load(self, path, cache_salt: str = "") -> list[int]:     # the saved text; GGUFError or ValueError, in one line, if it cannot be used here
     "Put a saved state into the cache, where requests that begin with its text find it."
     if not self.config.enable_prefix_caching: raise ValueError("enable_prefix_caching is False: a state that is loaded would not be found")
-    saved = load_state(path, self._identity(), cache_salt)
+    saved = load_state(path, self._identity(), _check_salt(cache_salt))
     ids = saved.token_ids.tolist()
     def job():
         put_back(saved, self.model.pool, self.core.contents, self.model.transfer, cache_salt)

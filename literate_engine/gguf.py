@@ -579,7 +579,7 @@ def _tensor_bytes(name, value):
     if a.nbytes != want: raise ValueError(f"{_quote(name)}: {a.nbytes} bytes given, shape {shape} as {t.name} takes {want}")
     return t, shape, np.ascontiguousarray(a)
 
-# %% ../nbs/01_gguf.ipynb #3da20910
+# %% ../nbs/01_gguf.ipynb #c06b88f0
 def _write(f, metadata, tensors, alignment, version):
     "Header, metadata, table, padding, data."
     if alignment != 32 or "general.alignment" in metadata: metadata = {**metadata, "general.alignment": np.uint32(alignment)}
@@ -603,7 +603,9 @@ def write_gguf(
     if version not in (2, 3): raise ValueError(f"version {version}: only 2 and 3 can be written")
     if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1): raise ValueError(f"alignment {alignment}: not a power of two up to {MAX_ALIGNMENT}")
     if hasattr(path, "write"): return _write(path, metadata, tensors, alignment, version)
-    path = Path(path)
+    path = Path(os.path.realpath(path))                       # through a link, to the file that it names
+    if not path.parent.is_dir(): raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    if path.exists() and not path.is_file(): raise OSError(f"{path}: not a file, and will not be replaced by one")
     tmp = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(tmp, "xb") as f:
@@ -612,7 +614,7 @@ def write_gguf(
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
 
-# %% ../nbs/01_gguf.ipynb #5c9147db
+# %% ../nbs/01_gguf.ipynb #55f06c9a
 def __getattr__(name):
     "Where `inspect_gguf` and `format_report` went: chapter 07, fetched only if someone asks here."
     if name not in ("inspect_gguf", "format_report"): raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['POOLINGS', 'choices', 'TokenLogprob', 'RequestOutput', 'LLM', 'default_pooling', 'Pool']
 
-# %% ../nbs/44_llm.ipynb #4712dc6b
+# %% ../nbs/44_llm.ipynb #3e3e78d2
 import queue
 import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -59,7 +61,11 @@ class RequestOutput:
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/44_llm.ipynb #45cf0454
+# %% ../nbs/44_llm.ipynb #57767226
+def _stop_aside(engine: Engine) -> None:
+    "On a thread of its own: whatever thread finds an LLM forgotten may be the engine's."
+    threading.Thread(target=engine.stop, name="stop", daemon=True).start()
+
 class LLM:
     "A model for a Python program: `LLM(path, **EngineConfig fields)`. A context manager; `close` gives all memory back."
     def __init__(self,
@@ -69,6 +75,7 @@ class LLM:
     ):
         self.engine = (model if isinstance(model, Engine) else Engine(model, EngineConfig(**options), progress)).start()
         self.tokenizer, self.config, self.metadata = self.engine.tokenizer, self.engine.model_config, self.engine.metadata
+        weakref.finalize(self, _stop_aside, self.engine).atexit = False           # one that is forgotten does not keep its memory
 
     def generate(self,
         prompts,                          # str | list of ids | a list of these
@@ -85,11 +92,12 @@ class LLM:
         self._collect([lambda heard, ids=ids, p=p: self.engine.submit(ids, p, heard, priority=priority, cache_salt=cache_salt) for ids, p, _ in jobs], outputs, progress)
         return outputs
 
-    def chat(self, messages: list[dict], params: SamplingParams | None = None, tools: list | None = None, **template_options) -> list[RequestOutput]:
+    def chat(self, messages: list[dict], params: SamplingParams | None = None, tools: list | None = None, priority: int = 0, cache_salt: str = "",
+             **template_options) -> list[RequestOutput]:
         "Answer a conversation with the file's chat template: one output for each choice."
         if self.engine.chat_template is None: raise ValueError(f"{self.engine.name} has no chat template: use generate")
         if not messages: raise ValueError("messages: expected at least one")
-        return self.generate(self.engine.chat_template.encode(self.tokenizer, messages, tools=tools, **template_options), params)
+        return self.generate(self.engine.chat_template.encode(self.tokenizer, messages, tools=tools, **template_options), params, priority=priority, cache_salt=cache_salt)
 
     def encode(self, prompt) -> list[int]:
         "Token ids of a prompt; ids pass through, checked."

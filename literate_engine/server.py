@@ -50,7 +50,7 @@ class Limits:
     slots_seconds: float = 30.0          # to wait for the end of a step, for /slots
     ping_seconds: float = 10.0           # a comment line after so much silence in a stream; negative: never
 
-# %% ../nbs/51_server.ipynb #8fd17a24
+# %% ../nbs/51_server.ipynb #8716d86f
 class Serving:
     "The engine (perhaps still loading), its public name, the limits, and who may ask."
     def __init__(self, engine, model_name: str | None = None, limits: Limits | None = None, access: Access | None = None):
@@ -83,7 +83,7 @@ class Serving:
 
     def check_length(self, num_chars: int, param: str) -> None:
         if num_chars <= self.max_chars: return
-        raise RequestError(f"the prompt has {num_chars} characters; this server's context holds {self.engine.max_model_len} tokens", param,
+        raise RequestError(f"the text has {num_chars} characters; this server's context holds {self.engine.max_model_len} tokens", param,
                            code="context_length_exceeded")
 
     def stop(self) -> None:
@@ -434,11 +434,11 @@ async def slots(request: Request):
     try: return _json(await asyncio.wait_for(asyncio.wrap_future(serving.engine.slots()), serving.limits.slots_seconds))
     except TimeoutError: raise RequestError(f"no step of the engine ended within {serving.limits.slots_seconds:g} s", status=503, code="engine_busy") from None
 
-# %% ../nbs/51_server.ipynb #0ce71d9c
+# %% ../nbs/51_server.ipynb #4ac90857
 @router.post("/tokenize")
 async def tokenize(request: Request):
     body, engine = await read_body(request), _serving(request).engine
-    asked = parse_request(TokenizeRequest, body); _need_text(engine)
+    asked = parse_request(TokenizeRequest, body); _need_text(engine); _serving(request).check_length(len(asked.content), "content")
     return _json({"tokens": await asyncio.to_thread(engine.tokenizer.encode, asked.content, asked.add_special, asked.parse_special)})
 
 @router.post("/detokenize")
@@ -483,7 +483,7 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #3314852c
+# %% ../nbs/51_server.ipynb #e7659b35
 class _Server(uvicorn.Server):
     "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
     async def shutdown(self, sockets=None):
@@ -496,9 +496,11 @@ def _uvicorn(app) -> uvicorn.Server:
 
 def listen(host: str, port: int) -> socket.socket:
     "A listening socket; port 0 takes a free one. ValueError if the address is taken or not ours."
-    try: return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    try: sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
     except OverflowError as e: raise ValueError(f"cannot listen on {host} port {port}: {e}") from None
     except OSError as e: raise ValueError(f"cannot listen on {host} port {port}: {os.strerror(e.errno) if e.errno and e.errno > 0 else e}") from None
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)             # inherited by every connection: an answer of two packets must not wait for an acknowledgement
+    return sock
 
 @contextmanager
 def background(app, host: str = "127.0.0.1"):

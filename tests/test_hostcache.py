@@ -154,6 +154,15 @@ def test_closing_gives_all_memory_back():
 
 # ---- reports ----
 
+def test_a_forgotten_model_stops():
+    llm = LLM(scripted())
+    thread = llm.engine._thread
+    del llm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_reports_say_why():
     with LLM(scripted(num_blocks=12, num_state_slots=9)) as llm:
         one = SamplingParams(max_tokens=1)
@@ -204,7 +213,11 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
         for text, salt in (([6]*90, ""), ([5]*15, ""), ([5]*90, "x")):
             with pytest.raises(ValueError, match="nothing of these .* tokens is cached"): llm.save_state(tmp_path/"no", text, salt)
         with pytest.raises(ValueError, match="token id 999 at position 1"): llm.save_state(tmp_path/"no", [1, 999])
-        with pytest.raises(FileNotFoundError): llm.save_state(tmp_path/"no"/"folder", [5]*90)
+        with pytest.raises(FileNotFoundError, match="there is no folder"): llm.save_state(tmp_path/"no"/"folder", [5]*90)
+        with pytest.raises(OSError, match="not a file"): llm.save_state(tmp_path, [5]*90)
+        for ask in (llm.save_state, llm.load_state):
+            with pytest.raises(ValueError, match="cache_salt is 5: expected a string"): ask(tmp_path/"s", *([[5]*90] if ask == llm.save_state else []), cache_salt=5)
+        with pytest.raises(ValueError, match="cache_salt is None: expected a string"): llm.generate([5]*90, cache_salt=None)
         with pytest.raises(ValueError, match="another cache_salt"): llm.load_state(tmp_path/"s", "x")
         with pytest.raises(ValueError, match="no such file"): llm.load_state(tmp_path/"none")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["s"] and sound(llm.engine)

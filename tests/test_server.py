@@ -985,3 +985,8 @@ def test_many_clients_for_a_while(smollm2):
     summary = json.loads(out)
     assert p.returncode == 0 and not summary["faults"], (summary, err)
     assert summary["whole"] > 16 and summary["mean_batch"] > 8 and summary["aborted"] <= summary["disconnects"] <= summary["left"]
+
+
+def test_short_answers_do_not_wait_for_an_acknowledgement():
+    with server.listen("127.0.0.1", 0) as listening:
+        assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
