@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['attention_ref', 'attention_scratch_bytes', 'op_name', 'head_bytes', 'attention_call', 'attention_cpu', 'kv_store_cpu']
 
-# %% ../nbs/21_attention.ipynb #dc66d97c
-import ctypes
-import threading
+# %% ../nbs/21_attention.ipynb #734711db
+import ctypes, threading
 from functools import partial
 
 import numpy as np
@@ -47,24 +46,22 @@ def attention_ref(
         out[rows] = np.einsum("hij,jhd->ihd", p/total, v).reshape(len(x), -1)
     return out
 
-# %% ../nbs/21_attention.ipynb #eadb1554
+# %% ../nbs/21_attention.ipynb #4810f7a9
 _CHUNK = 128                 # positions whose scores are held at once
 _LATENT_CHUNK = 256          # the same, where values are read from keys
 _PIECE = 512                 # positions that are summed up before anything is added to them
-_ROWS = 6                    # query rows of a tile
+_ROWS = 6                    # query rows of a walk
+_GROUP = 8                   # walks that may go together
 _TILES = ((3, 4), (4, 2), (6, 2)) if ISA == "avx512" else ((4, 1), (4, 1), (6, 1))       # for 3, 4 and 6 rows: rows of the loop, vectors at a time
 _ROW = 608                   # floats from one row of scratch to the next; the widest head
 _HALF = 304                  # in a row of scores: where the weights times scales lie
 _AHEAD = _CHUNK//16          # blocks between the prefetch of a key and its use: as many as a chunk has
 _NEVER = np.float32(-3e38)   # the score of a position that a row must not see
 
-_P = 0
-_Q = _P + _ROWS*_ROW
-_TMP = _Q + _ROWS*_ROW
+_P, _Q, _TMP = 0, _ROWS*_ROW, 2*_ROWS*_ROW
 _FIX = _TMP + _ROWS*32
 _WHERE = _FIX + _ROWS*16
-_SPLIT = _WHERE + 32
-_NOW = _SPLIT + 16           # the first record
+_NOW = _WHERE + 32           # the first record
 _SUM, _OUT = 16, 16 + _ROWS*16               # parts of a record, after the maxima
 
 def attention_scratch_bytes(
@@ -74,7 +71,13 @@ def attention_scratch_bytes(
 ) -> int:  # bytes for each thread, a multiple of 64
     "Scratch memory that the attention ops need; ValueError for heads they cannot hold."
     if not 0 < head_dim_k <= _ROW: raise ValueError(f"head_dim_k is {head_dim_k}, expected 1 to {_ROW}")
-    return 4*(_NOW + (2 + -(-max_model_len//_PIECE))*(_OUT + 8*(-(-head_dim_v//16)*16)))
+    return 64 + _GROUP*4*(_NOW + (2 + -(-max_model_len//_PIECE))*(_OUT + 8*(-(-head_dim_v//16)*16)))
+
+@jit
+def _walk_at(scratch, nbytes, k):
+    "Walk k in a thread's scratch of nbytes: its part as floats, that part's `_WHERE`, and how many rows it says."
+    at = scratch + 64 + k*((nbytes - 64)//_GROUP//64*64)
+    return f32_at(at), i64_at(at + 4*_WHERE), i64_at(at + 4*_WHERE)[6]
 
 # %% ../nbs/21_attention.ipynb #fae26da3
 @jit
@@ -134,7 +137,7 @@ def _q4_values(a, p, j): return _q4(a, p + (j >> 1)*16, j & 1)
 # a type: vector j of the keys at byte p, vector j of a position's values, bytes of a vector, are there scales
 _TYPES = {"f32": (_f32, _f32, 64, False), "f16": (_f16, _f16, 32, False), "q8_0": (_q8, _q8, 16, True), "q4_0": (_q4_keys, _q4_values, 8, True)}
 
-# %% ../nbs/21_attention.ipynb #0448fb12
+# %% ../nbs/21_attention.ipynb #0347b180
 def _wide(load, N):
     "(the places of N blocks, a vector of each, N neighbouring vectors of one place, a scale of each), as tuples"
     if N == 1:
@@ -170,8 +173,7 @@ def _wide(load, N):
 def _scores(T, N, keys, vals):
     "The loop over keys for T rows, N blocks at a time."
     (load, _, _, scaled), v_size = keys, vals[2]
-    places, each, _, scales_of = _wide(load, N)
-    W = N*T
+    W, (places, each, _, scales_of) = N*T, _wide(load, N)
     @jit
     def ask(V, p, at):
         for i in range(N):
@@ -253,10 +255,11 @@ def _latent_values(keys):
                 tile_add_sums(s, r + _OUT + g//3*4*_pad16(D) + d*4, fix, acc)
     return values
 
-# %% ../nbs/21_attention.ipynb #8d7f3a3f
+# %% ../nbs/21_attention.ipynb #2fa226c7
 @jit
 def _begin_rows(I, s, w, shift, t0, head, r0, m):
     "Copy m rows of q, scaled, from row r0 on."
+    w[6] = m
     q, pos, H, Dk, Dv, scale, G = f32_at(I[5]), i64_at(I[8]), I[13], I[15], I[16], np.float32(as_f64(I[18])), I[13]//I[14]
     for j in range(m):
         t, h = t0 + (r0 + j)//G, head*G + (r0 + j)%G
@@ -317,36 +320,40 @@ def _add_records(s, total, other, r, m, Dv, latent):
         else: a, b = load_f32x16(s, _FIX + j*16), load_f32x16(s, _TMP + j*16)
         for d in range(y, y + rows*_pad16(Dv), 16): store(s, total + d, fma(load_f32x16(s, total + d), a, load_f32x16(other, r + d)*b))
 
-# %% ../nbs/21_attention.ipynb #d7f58d26
+# %% ../nbs/21_attention.ipynb #0b87a7c1
 def _piece(keys, vals, latent):
-    "The walk of one tile over the positions lo..hi-1 of a piece, for one type of cache: fills record r."
+    "W walks of a tile and KV head over the positions lo..hi-1 of a piece, for one type of cache: fills record r of each."
     scores = {tile: _scores(*tile, keys, vals) for tile in dict.fromkeys(_TILES)}
     values = {tile: _values(*tile, vals) for tile in dict.fromkeys(_TILES)}
     (scores3, scores4, scores6), (values3, values4, values6) = ([f[tile] for tile in _TILES] for f in (scores, values))
     latent_values = _latent_values(keys)
     CHUNK, k_scaled, v_scaled = _LATENT_CHUNK if latent else _CHUNK, keys[3], vals[3]
     @jit
-    def piece(I, s, w, table, head, lo, hi, last, m, r):
+    def piece(I, scratch, table, head, W, lo, hi, last, r):
         K, V, HK, Dk, Dv, window, cap, k_bytes, v_bytes = u8_at(I[6]), u8_at(I[7]), I[14], I[15], I[16], I[17], np.float32(as_f64(I[21])), I[10], I[23]
         k_stride, v_stride, k_head, v_head = HK*k_bytes, HK*v_bytes, head*k_bytes, head*v_bytes
         k_scales = k_bytes - (Dk + 31)//32*32 if k_scaled else 0                        # where the scales begin
         row = v_bytes//16 - ((Dv + 31)//32*2 if v_scaled else 0)                        # bytes of a position's numbers
-        _empty(s, r, m, Dv, latent)
+        for k in range(W): s, w, m = _walk_at(scratch, I[20], k); _empty(s, r, m, Dv, latent)
         for c in range(lo//CHUNK*CHUNK, hi, CHUNK):
             b0, b1, x = max(lo, c)//16, (min(hi, c + CHUNK) + 15)//16, _P + 16 - c
-            if m > 4: scores6(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
-            elif m > 3: scores4(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
-            else: scores3(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
-            if cap != 0:
-                for j in range(m): _cap_row(s, x + j*_ROW, b0, b1, cap)
-            for j in range(m): _softmax_row(s, j, x + j*_ROW, _first_seen(w[j], window), w[j] + 1, b0, b1, r)
-            if latent: latent_values(s, K, table, k_stride, k_head, k_scales, Dv, b0, b1, hi, x, m, r)
-            elif m > 4: values6(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
-            elif m > 3: values4(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
-            else: values3(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+            for k in range(W):
+                s, w, m = _walk_at(scratch, I[20], k)
+                if m > 4: scores6(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
+                elif m > 3: scores4(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
+                else: scores3(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
+                for j in range(m):
+                    if cap != 0: _cap_row(s, x + j*_ROW, b0, b1, cap)
+                    _softmax_row(s, j, x + j*_ROW, _first_seen(w[j], window), w[j] + 1, b0, b1, r)
+            for k in range(W):
+                s, w, m = _walk_at(scratch, I[20], k)
+                if latent: latent_values(s, K, table, k_stride, k_head, k_scales, Dv, b0, b1, hi, x, m, r)
+                elif m > 4: values6(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+                elif m > 3: values4(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+                else: values3(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
     return piece
 
-# %% ../nbs/21_attention.ipynb #ec883e66
+# %% ../nbs/21_attention.ipynb #8915cb20
 @jit
 def _tokens_of_tile(G): return 1 if G%6 == 0 else 2 if G%3 == 0 else 3 if G%2 == 0 else 6
 
@@ -370,37 +377,42 @@ def _total(I, S, pos, start, step):
     return total
 
 @jit
-def _own(lo, hi, at, u0, u1):
-    "The pieces [a, z) of a walk over lo..hi-1, which begins at `at` of the line, whose middle lies between the cuts u0 and u1."
-    first = lo//_PIECE
-    a = z = first
-    for p in range(first, (hi - 1)//_PIECE + 1):
-        middle = 2*at + max(lo, p*_PIECE)//16 + (min(hi, (p + 1)*_PIECE) + 15)//16 - 2*(lo//16)
-        a += middle < 2*u0
-        z += middle < 2*u1
+def _own(lo, hi, at, u0, u1, W):
+    "The pieces [a, z) of W walks over lo..hi-1, which begin at `at` of the line, whose middle lies between the cuts u0 and u1."
+    a = z = lo//_PIECE
+    for p in range(lo//_PIECE, (hi - 1)//_PIECE + 1):
+        middle = 2*at + W*(max(lo, p*_PIECE)//16 + (min(hi, (p + 1)*_PIECE) + 15)//16 - 2*(lo//16))
+        a, z = a + (middle < 2*u0), z + (middle < 2*u1)
     return a, z
 
-# %% ../nbs/21_attention.ipynb #f9405aca
+@jit
+def _together(walks, total, n, most):
+    "How many of the walks of a tile and KV head go together, in a step that costs `total`, on n threads."
+    return min(walks, most) if total >= 4*(n - 1)*min(walks, most)*(_PIECE//16) else 1
+
+# %% ../nbs/21_attention.ipynb #67169096
 def _walk(keys, vals, latent):
-    "One walk of up to six rows over their pieces [a, z)."
+    "W walks of a tile and KV head, from row r0 of `rows` on, over their pieces [a, z)."
     piece = _piece(keys, vals, latent)
     @jit
-    def walk(I, s, w, split, table, shift, t0, head, r0, m, lo, hi, a, z):
-        _begin_rows(I, s, w, shift, t0, head, r0, m)
-        Dv, first, end, total = I[16], lo//_PIECE, (hi - 1)//_PIECE + 1, _NOW + _record(I[16])
-        if a == first:
-            _empty(s, total, m, Dv, latent)
-            if I[22] != 0: _sinks(I, s, head, r0, m, total)
+    def walk(I, scratch, table, shift, t0, head, r0, rows, W, lo, hi, a, z):
+        Dv, first, end, total, split = I[16], lo//_PIECE, (hi - 1)//_PIECE + 1, _NOW + _record(I[16]), i64_at(scratch)
+        for k in range(W):
+            (s, w, _), r, m = _walk_at(scratch, I[20], k), r0 + k*_ROWS, min(rows - r0 - k*_ROWS, _ROWS)
+            _begin_rows(I, s, w, shift, t0, head, r, m)
+            if a == first: _empty(s, total, m, Dv, latent)
+            if a == first and I[22] != 0: _sinks(I, s, head, r, m, total)
         for p in range(a, z):
             r = _NOW if a == first else total + (1 + p - a)*_record(Dv)
-            piece(I, s, w, table, head, max(lo, p*_PIECE), min(hi, (p + 1)*_PIECE), (hi - 1)//16, m, r)
-            if a == first: _add_records(s, total, s, r, m, Dv, latent)
-        if a > first: split[0], split[1] = z - a, z == end             # it joined in the middle: the records of its pieces, and is this the end?
-        elif z == end: _end_rows(f32_at(I[4]), s, w, m, Dv, total, latent)
-        else: split[2] = m                                             # others go on; the sum so far stays where it is
+            piece(I, scratch, table, head, W, max(lo, p*_PIECE), min(hi, (p + 1)*_PIECE), (hi - 1)//16, r)
+            for k in range(W if a == first else 0): s, w, m = _walk_at(scratch, I[20], k); _add_records(s, total, s, r, m, Dv, latent)
+        if a > first: split[0], split[1] = z - a, z == end             # joined in the middle: the records of its pieces, and is this the end?
+        elif z < end: split[2] = W                                     # others go on; the sums so far stay where they are
+        else:
+            for k in range(W): s, w, m = _walk_at(scratch, I[20], k); _end_rows(f32_at(I[4]), s, w, m, Dv, total, latent)
     return walk
 
-def _attention(keys, vals, latent=False):
+def _attention(keys, vals, latent=False, most=_GROUP):
     """The op. Words: out, q, K, V, positions, query_start_loc, bytes of a head's keys in a block, block_table, max_blocks, n_head, n_head_kv, head_dim_k, head_dim_v,
     window, scale, scratch, scratch bytes of a thread, softcap, sinks (0: none), bytes of a head's values in a block."""
     walk = _walk(keys, vals, latent)
@@ -408,9 +420,8 @@ def _attention(keys, vals, latent=False):
     def attention(tid, n, I, S):
         out, pos, start, HK, window, width = f32_at(I[4]), i64_at(I[8]), i64_at(I[9]), I[14], I[17], I[13]*I[16]
         scratch, shift, G = I[19] + tid*I[20], own_row(tid, S[I[2]], I, 1), I[13]//I[14]
-        s, w, split = f32_at(scratch), i64_at(scratch + 4*_WHERE), i64_at(scratch + 4*_SPLIT)
+        split, step = i64_at(scratch), _tokens_of_tile(G)
         split[0] = split[1] = split[2] = 0
-        step = _tokens_of_tile(G)
         total, at, a, z = _total(I, S, pos, start, step)*HK, 0, 0, 0
         u0, u1 = total*tid//n, total*(tid + 1)//n
         for i in range(S[3]):
@@ -418,11 +429,13 @@ def _attention(keys, vals, latent=False):
             for t0 in range(start[i], start[i + 1], step):
                 t1 = min(t0 + step, start[i + 1])
                 rows, (lo, hi, cost) = (t1 - t0)*G, _span(pos[t0], pos[t1 - 1], window)
-                for k in range(HK*_walks(rows)):                       # one KV head after the other, six rows after the other
-                    a, z = _own(lo, hi, at, u0, u1) if at < u1 and at + cost > u0 else (0, 0)
-                    head, r0 = k//_walks(rows), k%_walks(rows)*_ROWS
-                    if a < z: walk(I, s, w, split, table, shift, t0, head, r0, min(rows - r0, _ROWS), lo, hi, a, z)
-                    at += cost
+                group = _together(_walks(rows), total, n, most)
+                for head in range(HK):
+                    for r0 in range(0, rows, group*_ROWS):
+                        W = min(group, _walks(rows - r0))
+                        a, z = _own(lo, hi, at, u0, u1, W) if at < u1 and at + cost*W > u0 else (0, 0)
+                        if a < z: walk(I, scratch, table, shift, t0, head, r0, rows, W, lo, hi, a, z)
+                        at += cost*W
                 if a < z and z > (hi - 1)//_PIECE:                     # whoever ends the last walk of a tile clears the padding of its tokens
                     for t in range(t0, t1):
                         for x in range(width, _pad16(width)): out[t*_pad16(width) + x] = np.float32(0)
@@ -437,23 +450,24 @@ for _k, _keys in _TYPES.items():
     named(f"latent_attention_{_k}", partial(_attention, _keys, _keys, True), globals())
     for _v, _vals in _TYPES.items(): named(f"attention_{_k}" + (f"_{_v}" if _k != _v else ""), partial(_attention, _keys, _vals), globals())
 
-# %% ../nbs/21_attention.ipynb #f6bd28ac
+# %% ../nbs/21_attention.ipynb #438a3eec
 @jit
 def _merge(tid, n, I, S):
-    "The op that follows. Words: out, scratch, scratch bytes of a thread, head_dim_v, latent. Each thread completes the walk that it began and others went on with."
-    scratch, Dv, latent = I[5] + tid*I[6], I[7], I[8] != 0
-    s, w, m = f32_at(scratch), i64_at(scratch + 4*_WHERE), i64_at(scratch + 4*_SPLIT)[2]
+    "The op that follows. Words: out, scratch, scratch bytes of a thread, head_dim_v, latent. Walks that one thread began and others went on with are shared out and completed."
+    scratch, nbytes, Dv, latent = I[5], I[6], I[7], I[8] != 0
     total = _NOW + _record(Dv)
-    if m > 0:
-        for k in range(tid + 1, n):
-            other, split = f32_at(I[5] + k*I[6]), i64_at(I[5] + k*I[6] + 4*_SPLIT)
-            for i in range(split[0]): _add_records(s, total, other, total + (1 + i)*_record(Dv), m, Dv, latent)
-            if split[1]: break
-        _end_rows(f32_at(I[4]), s, w, m, Dv, total, latent)
+    for i in range(n):
+        for k in range(tid, i64_at(scratch + i*nbytes)[2], n):
+            s, w, m = _walk_at(scratch + i*nbytes, nbytes, k)
+            for j in range(i + 1, n):
+                other, split = _walk_at(scratch + j*nbytes, nbytes, k)[0], i64_at(scratch + j*nbytes)
+                for p in range(split[0]): _add_records(s, total, other, total + (1 + p)*_record(Dv), m, Dv, latent)
+                if split[1]: break
+            _end_rows(f32_at(I[4]), s, w, m, Dv, total, latent)
 
 named("merge_attention", _merge, globals())
 
-# %% ../nbs/21_attention.ipynb #ae9a410c
+# %% ../nbs/21_attention.ipynb #8e39b842
 def _put_numbers(put, size):
     "Write n numbers of x from o on into the head that begins at byte `base`; step: 16 for keys, 1 for values."
     @jit
@@ -474,8 +488,7 @@ def _group(x, o, m, tmp):
 def _rounded(y):
     "To the nearest integer, halves away from zero."
     whole = to_i32(y)
-    rest = y - to_f32(whole)
-    return whole + to_i32(rest + rest)
+    return whole + to_i32((y - to_f32(whole))*f32v(2.))
 
 def _put_codes(bits):
     "The same as blocks of Q8_0 or Q4_0; nbytes: of the head in a block."
@@ -518,7 +531,7 @@ _PUT = {"f32": _put_numbers(store, 4), "f16": _put_numbers(put_f16, 2), "q8_0": 
 for _k in _PUT:
     for _v in _PUT: named(f"kv_store_{_k}" + (f"_{_v}" if _k != _v else ""), partial(_kv_store, _PUT[_k], _PUT[_v]), globals())
 
-# %% ../nbs/21_attention.ipynb #0a4f6ebc
+# %% ../nbs/21_attention.ipynb #c7c429ad
 _C_OP = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 def _call(ops, batch, threads):
@@ -540,15 +553,15 @@ def head_bytes(cache, layer):
     "Bytes of a head's keys and of its values in a block."
     return [a[0, 0].nbytes for a in (cache.k[layer], cache.v[layer])]
 
-def attention_call(q, cache, batch, layer, spec, threads=1, sinks=None):
-    "(run, out): `run()` computes attention of the batch as it is now into `out` [num_tokens, padded width]."
+def attention_call(q, cache, batch, layer, spec, threads=1, sinks=None, variant=""):
+    "(run, out): `run()` computes attention of the batch as it is now into `out` [num_tokens, padded width]; variant: appended to the op's name."
     n, (k_bytes, v_bytes), latent = batch.num_tokens, head_bytes(cache, layer), not cache.v[layer].size
     nbytes = attention_scratch_bytes(spec.head_dim_k, spec.head_dim_v, batch.max_blocks_per_seq*16)
     out, scratch = np.full((n, -(-spec.n_head*spec.head_dim_v//16)*16), np.nan, np.float32), np.full((threads, nbytes//4), np.nan, np.float32)
     operands = [out, padded_rows(q[:n, :spec.n_head*spec.head_dim_k]), cache.k[layer], cache.v[layer], batch.positions, batch.query_start_loc, k_bytes,
                 batch.block_table, batch.max_blocks_per_seq, spec.n_head, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v, spec.window or 0,
                 float(spec.attn_scale), scratch, nbytes, float(spec.softcap), 0 if sinks is None else sinks, v_bytes]
-    ops = [(op_name("latent_attention" if latent else "attention", cache), operands)]
+    ops = [(op_name("latent_attention" if latent else "attention", cache) + variant, operands)]
     if threads > 1: ops.append(("merge_attention", [out, scratch, nbytes, spec.head_dim_v, latent]))       # one thread leaves nothing to merge
     return _call(ops, batch, threads), out
 
