@@ -95,7 +95,7 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/43_engine.ipynb #11626850
+# %% ../nbs/43_engine.ipynb #fae482db
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 
 def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, max_model_len: int, step: int) -> int:
@@ -108,6 +108,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     device = "cpu" if config.device == "auto" else config.device
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or device == "ref" else "f16")
     kv_types = kv_type, config.kv_type_v or kv_type
+    if kv_types[0] != kv_types[1] and not any(l.n_head_kv and l.head_dim_v for l in model.kv_layers): raise ValueError(f"kv_type_v is {kv_types[1]!r}: this model keeps no values beside its keys")
     per_block, length, memory = kv_bytes_per_block(model.kv_layers, *kv_types), config.max_model_len, physical_memory()
     step = min(config.long_prefill_token_threshold or -(-config.max_num_batched_tokens//2), config.max_num_batched_tokens)
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")

@@ -621,3 +621,8 @@ def test_the_memory_of_windows():
             [o] = llm.generate([[7]*(props["max_model_len"] - 3)], SamplingParams(max_tokens=None, ignore_eos=True))
             assert len(o.token_ids) == 3 and free(llm.engine)
     with pytest.raises(ValueError, match="kv_memory is 100000: one request of max_model_len = 2048 needs"): LLM(fixture("gemma3.gguf"), kv_memory=100000, max_model_len=2048)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "mamba2"])
+def test_a_type_for_values_that_are_not_kept(name):
+    with pytest.raises(ValueError, match="kv_type_v is 'q4_0': this model keeps no values"): LLM(fixture(f"{name}.gguf"), kv_type="q8_0", kv_type_v="q4_0")
