@@ -114,12 +114,6 @@ template <class F> __device__ __forceinline__ F load(const Matrix& w, u32 i) {
 // The same for 16 rows, through shared memory: rows g (half 0) and g + 8 (half 1) of lane 4g + t. fetch starts the copies, take reads them once they are there.
 // A slot is [half][lane] codes, then [half][lane] further bits, then scales and d of 16 rows
 template <class F> constexpr int SLOT = 1024 * F::Q + 64 * F::H + 16 * F::S + (F::D ? 64 : 0);
-template <int N> __device__ __forceinline__ void copy(u32 to, const char* from) {
-  if constexpr (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 template <class F> __device__ __forceinline__ void fetch(u32 slot, const Matrix& w, u32 i, u32 eight_rows, int lane) {
   int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -133,9 +127,6 @@ template <class F> __device__ __forceinline__ void fetch(u32 slot, const Matrix&
   if (t < 2) copy<F::S>(scales + ((t & 1) * 8 + g) * F::S, at(w.s, j >> F::SH, F::S));
   if constexpr (F::D) if (t >= 2) copy<4>(scales + 16 * F::S + ((t & 1) * 8 + g) * 4, at(w.d, j >> 2, 4));     // two super-blocks
 }
-__device__ __forceinline__ uint4 shared16(u32 p) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory"); return v; }
-__device__ __forceinline__ uint2 shared8(u32 p) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory"); return v; }
-__device__ __forceinline__ u32 shared4(u32 p) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory"); return v; }
 template <class F> __device__ __forceinline__ F take(u32 slot, u32 i, int half, int lane) {
   F f; int row = half * 8 + (lane >> 2); u32 scales = slot + 1024 * F::Q + 64 * F::H;
   f.q = shared16(slot + half * 512 + lane * 16);

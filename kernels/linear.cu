@@ -213,23 +213,9 @@ __global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float*
 
 // ---------------------------------------------------------------- tensor cores
 #if __CUDA_ARCH__ >= 800
-__device__ __forceinline__ void mma_32(int (&c)[4], int a0, int a1, int a2, int a3, int b0, int b1, int zero) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(zero));
-}
-__device__ __forceinline__ void mma_16(int (&c)[4], int a0, int a1, int b0) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
-      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(a0), "r"(a1), "r"(b0), "r"(0));
-}
-__device__ __forceinline__ void mma_half(float (&c)[4], u32 a0, u32 a1, u32 b0) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
-      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b0), "f"(0.f));
-}
 // Minimums 2(t&1) and 2(t&1)+1 of four, as a float16 pair: 1024 + m has m in its low bits
 __device__ __forceinline__ u32 min_pair(u32 mins, int t) {
-  u32 v = __byte_perm(t & 1 ? mins >> 16 : mins, 0x64646464, 0x4140), d;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(v), "r"(0xe400e400u));
-  return d;
+  return half2_add(__byte_perm(t & 1 ? mins >> 16 : mins, 0x64646464, 0x4140), 0xe400e400u);
 }
 // An integer under 2^22 added to this bit pattern is a float, 1.5 * 2^23 too large: cheaper than a conversion
 constexpr int MAGIC = 0x4b400000;
@@ -320,7 +306,7 @@ __global__ __launch_bounds__(NT == 1 ? 512 : 256, F::SUPER && F::MIN && NT > 1 &
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = lane >> 2, t = lane & 3;
   Matrix w = matrix<F>(q, h, s, d, t);
   int tiles = (n + R - 1) / R, side = 0, slot = 0, ahead = 0;
-  u32 ring = (u32)__cvta_generic_to_shared(red + 2 * warps * C * PITCH) + warp * DEPTH * STEP;
+  u32 ring = shared_address(red + 2 * warps * C * PITCH) + warp * DEPTH * STEP;
   int sixteen = 16 * groups, to_tile = blockIdx.x, to = warp;           // what is fetched next: a tile, and a group of it
   auto fetch_next = [&]() {
     if (to >= groups) { to = warp; to_tile += gridDim.x; }
