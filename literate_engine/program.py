@@ -13,7 +13,7 @@ import numpy as np
 from .recorder import Instruction, Recorder, Value, aligned
 from .cpu_ops import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #a004b4e4
+# %% ../nbs/30_program.ipynb #64a3ce3e
 def allocate(code: list[Instruction], rows: dict[str, int], keep: tuple[Value, ...]) -> list[int]:
     "Give each value of the program a slot (`Value.slot`); returns the slots' sizes in bytes. Those of `keep` are read after the end"
     size = lambda v: -(-rows[v.rows]*v.row_bytes//64)*64
@@ -21,12 +21,12 @@ def allocate(code: list[Instruction], rows: dict[str, int], keep: tuple[Value, .
     sizes, free = [], []
     for n, i in enumerate(code):
         dying = [v for v in dict.fromkeys(i.reads()) if last[v] == n and v not in keep]
-        if i.out is not None:
-            in_place = [v for v, how, writes in i.access if how == "columns" and v in dying and v.written != "rows" and (v.width, v.act) == (i.out.width, i.out.act)]
-            fits = [s for s in free if size(i.out) <= sizes[s] <= 2*size(i.out)]
-            if in_place: i.out.slot = in_place[0].slot; dying.remove(in_place[0])
-            elif fits: i.out.slot = fits[0]; free.remove(fits[0])
-            else: i.out.slot = len(sizes); sizes.append(size(i.out))
+        for out in [v for v in i.writes() if v.slot < 0]:
+            in_place = [v for v, how, writes in i.access if how == out.written == "columns" and v in dying and v.written != "rows" and (v.width, v.act) == (out.width, out.act)]
+            fits = [s for s in free if size(out) <= sizes[s] <= 2*size(out)]
+            if in_place: out.slot = in_place[0].slot; dying.remove(in_place[0])
+            elif fits: out.slot = fits[0]; free.remove(fits[0])
+            else: out.slot = len(sizes); sizes.append(size(out))
         free += [v.slot for v in dying]
     return sizes
 

@@ -123,7 +123,7 @@ def shared_table(ops, spec, freq_factors):
     if key not in ops._tables: ops._tables[key] = rope_table(spec, ops.max_model_len, freq_factors)
     return ops._tables[key]
 
-# %% ../nbs/29_recorder.ipynb #02ab9613
+# %% ../nbs/29_recorder.ipynb #8267d531
 @dataclass(eq=False)
 class Value:
     "Rows that an instruction writes: float32, or records of quantised activations"
@@ -132,6 +132,8 @@ class Value:
     written: str                 # how its instruction writes it: "rows" | "columns" | "items" | "all"
     act: str | None = None       # activation format of quantised rows
     slot: int = -1               # buffer, given by `allocate`
+    base: "Value | None" = None  # the wider value whose columns these are, from `first` on
+    first: int = 0
     @property
     def row_bytes(self) -> int: return act_bytes(self.act, self.width) if self.act else pad16(self.width)*4
 
@@ -145,7 +147,8 @@ class Instruction:
     out: Value | None = None
     source: int | None = None    # number of the forward's call that it came from; None for what the recorder put in
 
-    def reads(self): return [v for v, _, writes in self.access if not writes and isinstance(v, Value)]
+    def reads(self): return [v.base or v for v, _, writes in self.access if not writes and isinstance(v, Value)]
+    def writes(self): return [v for v, _, writes in self.access if writes and isinstance(v, Value)]
 
 # %% ../nbs/29_recorder.ipynb #e09a0136
 @dataclass

@@ -50,14 +50,14 @@ def imports(tree: ast.AST):
 def test_chapter(path):
     "The number is the order of reading and of import; the module is named like the chapter; the page has its results."
     assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem), "a chapter is called NN_name.ipynb"
-    name, number = module_of(path), path.stem[:2]
+    name = module_of(path)
     assert name in ("", path.stem[3:], "__init__"), f"exports {name}, expected {path.stem[3:]}"
-    numbers = {module_of(p): p.stem[:2] for p in NOTEBOOKS}
+    chapters = {module_of(p): p.stem for p in NOTEBOOKS}
     for c in cells(path):
         for module in imports(ast.parse(python(source(c)))):
             top, _, sub = module.partition(".")
             if top == "literate_engine" and sub and sub != name:
-                assert numbers.get(sub, "??") < number, f"chapter {number} imports literate_engine.{sub}, which is chapter {numbers.get(sub, 'not there')}"
+                assert chapters.get(sub, "??") < path.stem, f"chapter {path.stem} imports literate_engine.{sub}, which is chapter {chapters.get(sub, 'not there')}"
     heads = [source(c) for c in cells(path, "markdown")]
     assert heads and re.match(r"# \w", heads[0]), "a chapter opens with `# Title`"
     assert len(re.findall(r"^# ", "\n".join(re.sub(r"```.*?```", "", h, flags=re.S) for h in heads), re.M)) == 1, "one title a chapter"
