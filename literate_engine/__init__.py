@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 __all__ = []
 
 # %% ../nbs/99_init.ipynb #38d0bca4
-_LAZY = {"LLM": "literate_engine.llm", "SamplingParams": "literate_engine.sampling", "EngineConfig": "literate_engine.engine"}
+_LAZY = {"LLM": "literate_engine.llm", "SamplingParams": "literate_engine.sampling", "EngineConfig": "literate_engine.settings"}
 
 def __getattr__(name: str):
     "Import what is asked for, the first time it is asked for."
