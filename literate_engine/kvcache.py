@@ -193,7 +193,7 @@ def _check_sequence(batch, s, n_vocab, num_blocks, ids, num_computed, blocks, wa
     if batch.num_slots and not 0 < slot < batch.num_slots: raise ValueError(f"{where}: state slot {slot}, expected 1 to {batch.num_slots - 1}")
     return n, written, tables, slot
 
-# %% ../nbs/20_kvcache.ipynb #0311bb37
+# %% ../nbs/20_kvcache.ipynb #382df58b
 class Batch:
     "One ragged step. The int64 arrays keep their address for life, so that a compiled program can point at them."
     def __init__(self,
@@ -214,6 +214,7 @@ class Batch:
         self.slot_mapping, self.block_table = self.groups[0].slot_mapping, self.groups[0].block_table
         self.state_slots = zeros(max_num_seqs)
         self.num_tokens = self.num_seqs = self.num_out = 0
+        self.sources = {}                                                     # token of the step -> row of the step before, whose drawn token it is
 
     def fill(self,
         seqs: list,  # (token_ids, num_computed_tokens, block_ids (or a list of them, for each group), "last" | "all" | None: whose logits are wanted[, slot of its state])
@@ -243,5 +244,5 @@ class Batch:
             self.state_slots[s] = slot
         for array, values in ((self.token_ids, token_ids), (self.positions, positions), (self.out_rows, out_rows), (self.query_start_loc, ends), (self.seq_lens, seq_lens),
                               *((group.slot_mapping, values) for group, values in zip(self.groups, slots))): array[:len(values)] = values
-        self.num_tokens, self.num_seqs, self.num_out = len(token_ids), len(seqs), len(out_rows)
+        self.num_tokens, self.num_seqs, self.num_out, self.sources = len(token_ids), len(seqs), len(out_rows), {}
         return self

@@ -259,9 +259,10 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #f74f83ab
+# %% ../nbs/31_model.ipynb #a70acb3d
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
+    draws = False            # does it draw greedy tokens itself?
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None, kv_groups: list[KVGroup] | None = None,
                  num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,

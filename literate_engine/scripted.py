@@ -22,12 +22,14 @@ def byte_tokenizer(end: int = 256) -> Tokenizer:
     return Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
                       "tokenizer.ggml.token_type": np.array([1]*256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": end})
 
-# %% ../nbs/39_scripted.ipynb #a7166a84
+# %% ../nbs/39_scripted.ipynb #ddf3333c
 class ScriptedModel:
     "Stands in for a Model: `script(token_ids) -> next id` on the tokens found in the cache."
     def __init__(self, script: Callable[[list[int]], int], n_vocab: int, n_token: int | None = None, max_model_len: int = 64, num_blocks: int = 33,
                  max_num_seqs: int = 8, max_num_batched_tokens: int = 32, max_num_out: int | None = None, num_state_slots: int = 0,
-                 window: int = 0, num_windowed_blocks: int = 0):                     # a second group of layers, which sees so many positions
+                 window: int = 0, num_windowed_blocks: int = 0,                     # a second group of layers, which sees so many positions
+                 draws: bool = False):                                               # can a step be started before the drawn tokens of the last one are read?
+        self.draws, self.drawn = draws, None
         self.states = RecurrentState([(None, (max_model_len + 1,))], num_state_slots) if num_state_slots else None     # how many tokens, and which
         more = [BlockPool(num_windowed_blocks, window, max_num_batched_tokens, "block1")] if window else []
         self.script, self.pool, self.max_num_out = script, CachePool(num_blocks, self.states, more=more), max_num_out or max_num_seqs
@@ -40,12 +42,17 @@ class ScriptedModel:
     def forward(self, batch: Batch) -> np.ndarray:    # [num_out, n_vocab] float32
         assert batch.num_out <= self.max_num_out, f"{batch.num_out} rows of logits, at most {self.max_num_out}"
         n, logits = batch.num_tokens, np.zeros((batch.num_out, self.config.n_vocab), np.float32)
+        for t, row in batch.sources.items(): batch.token_ids[t] = self.drawn[row]
         for k, group in zip(self.cache.k, batch.groups): k.reshape(-1)[group.slot_mapping[:n]] = batch.token_ids[:n]
         seq_of = np.repeat(np.arange(batch.num_seqs), np.diff(batch.query_start_loc[:batch.num_seqs + 1]))
         for s in range(batch.num_seqs if self.states else 0): self._advance(batch, s)
         for s in range(batch.num_seqs if len(batch.groups) > 1 else 0): self._compare(batch, s)
         for row, i in zip(logits, batch.out_rows[:batch.num_out]): row[self.script(self._read(batch, seq_of[i], batch.positions[i] + 1).tolist())] = 9
         return logits
+
+    def start(self, batch: Batch) -> Callable:        # () -> ids of the best tokens, [num_out]; valid for one step more
+        ids = self.drawn = self.forward(batch)[:, :self.config.n_token].argmax(1)
+        return lambda: ids
 
     def _read(self, batch, s: int, n: int, g: int = 0, start: int = 0) -> np.ndarray:
         p = np.arange(start, n)

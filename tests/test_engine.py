@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from literate_engine.core import data_dir, fixture
-from literate_engine.engine import Engine, EngineConfig, EngineFull, scripted_engine
+from literate_engine.engine import Engine, EngineConfig, EngineFull, Generation, scripted_engine
 from literate_engine.blocks import BLOCK_SIZE, CachePool, block_keys
 from literate_engine.llm import LLM, choices
 from literate_engine.sampling import SamplingParams
@@ -626,3 +626,43 @@ def test_the_memory_of_windows():
 @pytest.mark.parametrize("name", ["deepseek_v2", "mamba2"])
 def test_a_type_for_values_that_are_not_kept(name):
     with pytest.raises(ValueError, match="kv_type_v is 'q4_0': this model keeps no values"): LLM(fixture(f"{name}.gguf"), kv_type="q8_0", kv_type_v="q4_0")
+
+
+def ahead_schedule(seed: int) -> tuple[int, int, int]:
+    "Random requests on an engine that starts a step before the last one is read, and on one that does not: the same texts. How many steps flew, how many preemptions, how many aborts."
+    rng = np.random.default_rng(seed)
+    num_blocks, max_len = int(rng.integers(7, 14)), 96
+    script = lambda tokens: 256 if len(tokens) % 37 == 0 and seed % 3 else (sum(tokens)*31 + len(tokens)*7) % 256
+    common, plan = rng.integers(0, 256, 40).tolist(), []
+    for i in range(int(rng.integers(2, 9))):
+        prompt = (common[:int(rng.integers(1, 40))] if rng.random() < .5 else []) + rng.integers(0, 256, int(rng.integers(1, 20))).tolist()
+        kind = rng.random()
+        params = SamplingParams(max_tokens=int(rng.integers(1, 50)), ignore_eos=bool(rng.random() < .3), stop=["a"] if rng.random() < .2 else None,
+                                temperature=0.0 if kind < .7 else 1.0, seed=1, logprobs=2 if kind > .9 else None)
+        plan.append((int(rng.integers(0, 12)), f"r{i}", prompt, params, int(rng.integers(1, 12)) if rng.random() < .2 else None))
+    answers, facts = [], []
+    for draws in (False, True):
+        engine = scripted_engine(script, max_model_len=max_len, num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=int(16 + seed % 17), draws=draws)
+        core, outs, gone, flew = engine.core, {}, {}, 0
+        for step in range(2000):
+            for when, name, prompt, params, leaves in plan:
+                if when == step: core.add(Generation(name, prompt, params, engine.tokenizer, 257, max_len, lambda o: outs.setdefault(o.request_id, []).append(o)))
+                if leaves and name in core.live and sum(len(o.token_ids) for o in outs.get(name, ())) >= leaves: core.abort(name); gone[name] = True
+            if core.live: core.step(); flew += core.flying is not None
+            if core.flying is None: core.scheduler.check_integrity()
+            if not core.live and step > 12: break
+        core.land()
+        core.scheduler.check_integrity()
+        assert not core.live and engine.model.pool.num_free == num_blocks - 1, "a request or a block is left"
+        answers.append({k: ([i for o in os for i in o.token_ids], "".join(o.text for o in os), os[-1].finish_reason) for k, os in outs.items()})
+        facts = [flew, core.scheduler.num_preemptions, len(gone)]
+        engine.stop()
+    for name, (ids, text, reason) in answers[0].items():
+        if any(name == r and leaves for _, r, *_, leaves in plan): n = min(len(ids), len(answers[1][name][0])); assert ids[:n] == answers[1][name][0][:n]
+        else: assert answers[1][name] == (ids, text, reason), (name, answers[0][name], answers[1][name])
+    return tuple(facts)
+
+
+def test_a_step_ahead_changes_no_text():
+    flew, preemptions, aborts = map(sum, zip(*map(ahead_schedule, range(300))))
+    assert flew > 2000 and preemptions > 50 and aborts > 30, (flew, preemptions, aborts)
