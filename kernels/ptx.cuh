@@ -147,8 +147,8 @@ INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 #else
 // ---------------------------------------------------------------- for the emulator
 // What a thread can do alone is done here; where a warp or block meets, and wherever memory is checked, emulated.cuh has the body (namespace emu)
-INLINE void pdl_trigger() {}
-INLINE void pdl_wait() {}
+INLINE void pdl_trigger() { emu::thread_triggered(); }
+INLINE void pdl_wait() { emu::thread_waited(); }
 INLINE uint4 stream16(const void* p) { return *emu::global<uint4>(p); }
 INLINE uint4 load16(const void* p) { return *emu::global<uint4>(p); }
 INLINE uint2 load8(const void* p) { return *emu::global<uint2>(p); }

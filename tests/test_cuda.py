@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from literate_engine import cuda
+from literate_engine import cuda, emulator
 from literate_engine.cuda import ARCHS, MODULES, CudaError, CudaModule, Source, compile_kernel, kernels_dir
 
 pytest.importorskip("cuda.bindings", reason="the compiler is in the development requirements")
@@ -48,7 +48,7 @@ def test_every_kernel_compiles(arch, pool):
 def test_an_error_names_file_and_line(tmp_path, monkeypatch):
     (tmp_path / "head.cuh").write_text("#pragma once\ninline __device__ int two() { return too; }\n")
     (tmp_path / "broken.cu").write_text('#include "head.cuh"\n__global__ void f(int* y) { *y = two(); }\n')
-    monkeypatch.setattr(cuda, "kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr(emulator, "kernels_dir", lambda: tmp_path)
     with pytest.raises(CudaError, match=r'kernels/head.cuh, line 2: identifier "too" is undefined[\s\S]*return too;[\s\S]*while compiling f for sm_90'):
         compile_kernel(Source.of("broken.cu"), "f", 90)
     with pytest.raises(CudaError, match="has no kernel g"): compile_kernel(Source.of("__global__ void f() {}\n"), "g", 90)

@@ -110,7 +110,7 @@ def test_the_wheel_holds_package_and_kernels(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(src)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    for path in [*ROOT.glob("literate_engine/*.py"), *ROOT.glob("kernels/*.cu*")]:
+    for path in [*ROOT.glob("literate_engine/*.py"), *ROOT.glob("kernels/*.c*")]:
         assert f"literate_engine/{'kernels/' if path.parent.name == 'kernels' else ''}{path.name}" in names
     assert any(n.startswith("literate_engine/kernels/") for n in names) and not any(n.startswith(("nbs/", "tests/", "tools/")) for n in names)
 

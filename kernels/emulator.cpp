@@ -1,0 +1,539 @@
+// The emulator of chapter 10: runs one block of a kernel at a time, every thread of it on a stack of its own, all on one thread of the processor.
+#include <dlfcn.h>
+#include <link.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <math.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+#include <map>
+#include <vector>
+#define EMULATOR
+#include "emulated.cuh"
+typedef emu::u8 u8;
+typedef emu::u16 u16;
+typedef emu::u32 u32;
+typedef emu::u64 u64;
+
+// ---------------------------------------------------------------- switching stacks
+// Keep what a called function must keep, change the stack pointer, and return: to whoever switched away on that stack
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl emu_switch
+.hidden emu_switch
+emu_switch:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+)");
+extern "C" void emu_switch(void** from, void* to);
+static void* new_stack(char* top, void (*f)()) {
+  void** p = (void**)((size_t)top & ~(size_t)15);
+  *--p = 0;                                     // where f would return to; and the stack is as after a call
+  *--p = (void*)f;
+  for (int i = 0; i < 6; i++) *--p = 0;
+  return p;
+}
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl emu_switch
+.hidden emu_switch
+emu_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+)");
+extern "C" void emu_switch(void** from, void* to);
+static void* new_stack(char* top, void (*f)()) {
+  u64* p = (u64*)((size_t)top & ~(size_t)15) - 20;
+  memset(p, 0, 160);
+  p[11] = (u64)f;
+  return p;
+}
+#else
+static void emu_switch(void** from, void* to) { ucontext_t here; *from = &here; swapcontext(&here, (ucontext_t*)to); }
+static void* new_stack(char* top, void (*f)()) {
+  constexpr size_t room = 48 << 10;
+  ucontext_t* c = (ucontext_t*)(((size_t)top - sizeof(ucontext_t)) & ~(size_t)63);
+  getcontext(c);
+  c->uc_stack.ss_sp = (char*)c - room; c->uc_stack.ss_size = room; c->uc_link = 0;
+  makecontext(c, f, 0);
+  return c;
+}
+#endif
+
+// ---------------------------------------------------------------- who is there
+struct Warp;
+struct Copy { u32 to; const void* from; u32 n, bytes; int group; };
+struct Thread {
+  void* stack; Warp* warp; uint3 index; int lane;
+  bool early; const char* state; int op, line; void* place;     // where it waits, or how it ended
+  int group; std::vector<Copy> copies;
+};
+struct Warp { Thread* lane[32]; u32 exist, ready, arrived, yielded, ended; int round; u64 value[2][32]; };
+struct Named { int arrived, threads; std::vector<Thread*> waiting; };
+struct Bulk { u32 barrier; Copy copy; };
+struct Report { char text[2048]; u64 address, place; int size, block[3], thread[3], triggered; };
+
+SHOWN uint3 threadIdx, blockIdx;
+SHOWN dim3 blockDim, gridDim;
+namespace emu { SHOWN const char *arena, *arena_end; SHOWN bool early; SHOWN float half_table[1 << 16]; }
+
+constexpr size_t STACK = 128 << 10, SHARED_ROOM = 256 << 10;
+static char* stacks; static size_t page;
+static Thread threads[1024], home, *current = &home;
+static Warp warps[32];
+static Named named[16];
+static std::vector<Bulk> bulks;
+static int total, progress, alive;
+static struct { int waiting, line, sum[2], round; void* place; std::vector<Thread*> threads; } barrier;
+static char *room, *dynamic, *static_begin, *static_end; static u32 dynamic_bytes, dynamic_name;
+static void (*entry)(void**); static void** params;
+static bool pdl, triggered; static const u64* dirty; static int dirty_n;
+static sigjmp_buf back; static volatile bool running; static pthread_t runner; static Report* report;
+
+[[noreturn]] static void fail(u64 address, u64 place, const char* text, ...) {
+  va_list more; va_start(more, text); vsnprintf(report->text, sizeof report->text, text, more); va_end(more);
+  report->address = address;
+  Dl_info info;
+  report->place = place && dladdr((void*)place, &info) && info.dli_fbase ? place - (u64)info.dli_fbase : 0;
+  report->block[0] = blockIdx.x; report->block[1] = blockIdx.y; report->block[2] = blockIdx.z;
+  report->thread[0] = current->index.x; report->thread[1] = current->index.y; report->thread[2] = current->index.z;
+  siglongjmp(back, 1);
+}
+#define PLACE ((u64)__builtin_return_address(0) - 1)
+
+// ---------------------------------------------------------------- whose turn it is
+static inline void switch_to(Thread* to) {
+  Thread* from = current;
+  current = to; threadIdx = to->index; emu::early = to->early;
+  emu_switch(&from->stack, to->stack);
+}
+// This lane has to wait: the next lane of the warp that can go on, or home if there is none
+static inline void next_lane() {
+  Warp& w = *current->warp; u32 r = w.ready; int i = current->lane;
+  if (!r) { switch_to(&home); return; }
+  u32 later = i == 31 ? 0 : r & ~0u << (i + 1);
+  switch_to(w.lane[__builtin_ctz(later ? later : r)]);
+}
+static void wait_as(const char* state, int line, void* place) {
+  Thread* t = current; t->state = state; t->line = line; t->place = place;
+  t->warp->ready &= ~(1u << t->lane);
+  next_lane();
+  t->state = 0;
+}
+static void finish_copies(Thread* t, int keep) {
+  size_t left = 0;
+  for (size_t i = 0; i < t->copies.size(); i++) {
+    Copy& c = t->copies[i];
+    if (c.group >= t->group - keep) { t->copies[left++] = c; continue; }
+    char* to = (char*)emu::shared_pointer(c.to, c.n);
+    memcpy(to, c.from, c.bytes); memset(to + c.bytes, 0, c.n - c.bytes);
+  }
+  t->copies.resize(left);
+}
+static void run_thread() {
+  entry(params);
+  Thread* t = current;
+  if (t->early) fail(0, 0, "ends without pdl_wait, though it was launched while the kernel before may run");
+  t->state = "has ended"; t->warp->ready &= ~(1u << t->lane); t->warp->ended |= 1u << t->lane; alive--; progress++;
+  t->copies.clear();
+  next_lane();
+  abort();
+}
+
+// ---------------------------------------------------------------- meetings
+static const char* OPS[] = {"__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__match_any_sync", "__reduce_sync", "mma", "ldmatrix", "group"};
+static void mma_all(Warp& w, u64* v);
+static void ldmatrix_all(Warp& w, u64* v);
+static void describe(char* out, size_t size, Warp& w) {         // "lanes 0-3: __shfl_xor_sync; lanes 4-31: has ended"
+  size_t n = 0;
+  auto what = [&](int i) { return w.arrived >> i & 1 ? OPS[w.lane[i]->op] : w.lane[i]->state ? w.lane[i]->state : "runs"; };
+  for (int i = 0; i < 32 && n < size;) {
+    if (!(w.exist >> i & 1)) break;
+    int j = i;
+    while (j + 1 < 32 && w.exist >> (j + 1) & 1 && what(j + 1) == what(i) && (w.lane[j + 1]->place == w.lane[i]->place)) j++;
+    Dl_info info; u64 at = (u64)w.lane[i]->place, base = at && dladdr((void*)at, &info) ? (u64)info.dli_fbase : 0;
+    bool there = w.lane[i]->state == 0 || strcmp(w.lane[i]->state, "has ended");
+    n += snprintf(out + n, size - n, "%slane%s %d", n ? "; " : "", i == j ? "" : "s", i);
+    if (i < j && n < size) n += snprintf(out + n, size - n, "-%d", j);
+    if (n < size) n += snprintf(out + n, size - n, there && at ? ": %s {%llx}" : ": %s", what(i), at - base);
+    i = j + 1;
+  }
+}
+namespace emu {
+const u64* meet(Op op, u64 value, int line) {
+  Thread* t = current; Warp& w = *t->warp; int round = w.round & 1;
+  w.value[round][t->lane] = value;
+  t->op = op; t->line = line; t->place = (void*)PLACE; w.arrived |= 1u << t->lane;
+  if (w.arrived != w.exist) { w.ready &= ~(1u << t->lane); next_lane(); return w.value[round]; }
+  for (int i = 0; i < 32; i++) if (w.exist >> i & 1 && (w.lane[i]->op != op || w.lane[i]->line != line)) {
+    char lanes[1500]; describe(lanes, sizeof lanes, w); fail(0, (u64)t->place, "lanes of one warp meet in different instructions: %s", lanes);
+  }
+  if (op == MMA) mma_all(w, w.value[round]);
+  if (op == LDMATRIX) ldmatrix_all(w, w.value[round]);
+  w.arrived = 0; w.round++; w.ready = w.exist; progress++;
+  return w.value[round];
+}
+int block_barrier(int add, int line) {
+  void* place = (void*)PLACE; int round = barrier.round & 1;
+  if (!barrier.waiting) { barrier.line = line; barrier.place = place; barrier.sum[round] = 0; }
+  if (barrier.line != line) {
+    Thread* o = barrier.threads[0];
+    fail(0, (u64)place, "waits at another __syncthreads than thread (%d, %d, %d)", o->index.x, o->index.y, o->index.z);
+  }
+  barrier.sum[round] += add;
+  if (++barrier.waiting < total) { barrier.threads.push_back(current); wait_as("waits at __syncthreads", line, place); return barrier.sum[round]; }
+  for (Thread* t : barrier.threads) t->warp->ready |= 1u << t->lane;
+  barrier.threads.clear(); barrier.waiting = 0; barrier.round++; progress++;
+  return barrier.sum[round];
+}
+void named_barrier(int id, int n, bool wait, int line) {
+  void* place = (void*)PLACE;
+  if (id < 1 || id > 15 || n < 32 || n % 32 || n > total) fail(0, (u64)place, "named barrier %d for %d threads: expected 1 to 15, and a multiple of 32 up to the block's %d", id, n, total);
+  Named& b = ::named[id];
+  if (b.arrived && b.threads != n) fail(0, (u64)place, "named barrier %d for %d threads, while others meet there as %d", id, n, b.threads);
+  b.threads = n;
+  if (++b.arrived < n) { if (wait) { b.waiting.push_back(current); wait_as("waits at a named barrier", line, place); } return; }
+  for (Thread* t : b.waiting) t->warp->ready |= 1u << t->lane;
+  b.waiting.clear(); b.arrived = 0; progress++;
+}
+
+// ---------------------------------------------------------------- memory
+void check_global(const void* p, u32 size) {
+  u64 place = PLACE;
+  report->size = size;
+  if ((const char*)p < arena || (const char*)p + size > arena_end) fail((u64)p, place, "@");
+  if ((u64)p & (size - 1)) fail((u64)p, place, "misaligned: %d bytes at once", size);
+  if (current->early) for (int i = 0; i < dirty_n; i++) if ((u64)p >= dirty[2 * i] && (u64)p < dirty[2 * i + 1])
+    fail((u64)p, place, "read before pdl_wait, though the kernel before may still be writing it");
+}
+u32 shared_name(const void* p) {
+  char* c = (char*)p;
+  if (c >= static_begin && c < static_end) return 1024 + (u32)(c - static_begin);
+  if (c >= dynamic && c <= dynamic + dynamic_bytes) return dynamic_name + (u32)(c - dynamic);
+  fail(0, PLACE, "takes the shared address of what is not in shared memory");
+}
+void* shared_pointer(u32 a, u32 size) {
+  char* p = a >= dynamic_name ? dynamic + (a - dynamic_name) : static_begin + (int)(a - 1024);
+  bool there = a >= dynamic_name ? (u64)a + size <= (u64)dynamic_name + dynamic_bytes : a >= 1024 && p + size <= static_end;
+  if (!there) fail(0, PLACE, "shared memory: %d bytes at %d, but the block has %d", size, (int)(a - 1024), (int)(dynamic_name - 1024 + dynamic_bytes));
+  if (a & (size <= 16 ? size - 1 : 15)) fail(0, PLACE, "misaligned: %d bytes at once of shared memory at %d", size, (int)(a - 1024));
+  return p;
+}
+void* dynamic_shared() { return dynamic; }
+void thread_triggered() { triggered = true; }
+void thread_waited() { current->early = early = false; }
+void trap(const char* what, int) { fail(0, PLACE, "%s", what); }
+
+// Asynchronous copies: garbage until they are waited for, and read only then
+static void check_copy(u32 to, const void* from, u32 n, u32 bytes, u64 place) {
+  report->size = bytes;
+  if (bytes && ((const char*)from < arena || (const char*)from + bytes > arena_end)) fail((u64)from, place, "@");
+  if ((u64)from & ((n < 16 ? n : 16) - 1)) fail((u64)from, place, "misaligned: a copy of %d bytes", n);
+  if (current->early) for (int i = 0; i < dirty_n; i++) if ((u64)from >= dirty[2 * i] && (u64)from < dirty[2 * i + 1])
+    fail((u64)from, place, "read before pdl_wait, though the kernel before may still be writing it");
+  volatile char sink = 0; for (u32 i = 0; i < bytes; i += 4096) sink = ((const char*)from)[i];
+  if (bytes) sink = ((const char*)from)[bytes - 1];
+  (void)sink;
+  memset(shared_pointer(to, n), 0xff, n);
+}
+void copy(u32 to, const void* from, u32 n, u32 bytes) {
+  if (bytes > n) fail(0, PLACE, "a copy of %d bytes into %d", bytes, n);
+  check_copy(to, from, n, bytes, PLACE);
+  current->copies.push_back({to, from, n, bytes, current->group});
+}
+void copy_commit() { current->group++; }
+void copy_wait(int n) { finish_copies(current, n); }
+
+// A barrier in shared memory: count and arrivals missing, bytes missing, phase
+struct Barrier { u16 count, missing; int bytes : 31; u32 phase : 1; };
+static void barrier_check(Barrier* b) { if (!b->missing && !b->bytes) { b->phase ^= 1; b->missing = b->count; progress++; } }
+void barrier_init(u32 a, u32 count) { Barrier* b = (Barrier*)shared_pointer(a, 8); *b = {(u16)count, (u16)count, 0, 0}; }
+void barrier_arrive(u32 a, u32 bytes) {
+  Barrier* b = (Barrier*)shared_pointer(a, 8);
+  if (!b->missing || b->missing > b->count) fail(0, PLACE, "arrives at a barrier that expects nobody: it was not initialised, or more arrive than it counts");
+  b->bytes += bytes; b->missing--; progress++;
+  barrier_check(b);
+}
+void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  if (bytes % 16) fail(0, PLACE, "a bulk copy of %d bytes: expected a multiple of 16", bytes);
+  shared_pointer(to, 16);
+  u32 last = to + bytes; shared_pointer(last - 16, 16);
+  check_copy(to, from, 16, 16, PLACE);
+  check_copy(last - 16, (const char*)from + bytes - 16, 16, 16, PLACE);
+  memset(shared_pointer(to, 16), 0xff, bytes);
+  bulks.push_back({barrier, {to, from, bytes, bytes, 0}});
+  progress++;
+}
+bool barrier_try(u32 a, u32 parity) {
+  Barrier* b = (Barrier*)shared_pointer(a, 8);
+  for (size_t i = 0; i < bulks.size();) {
+    if (bulks[i].barrier != a) { i++; continue; }
+    Copy c = bulks[i].copy;
+    memcpy(shared_pointer(c.to, 16), c.from, c.bytes);
+    bulks.erase(bulks.begin() + i);
+    b->bytes -= c.bytes; progress++; barrier_check(b);
+  }
+  if (b->phase != (parity & 1)) return true;
+  Thread* t = current;
+  t->warp->yielded |= 1u << t->lane;
+  wait_as("waits at a barrier in shared memory", 0, (void*)PLACE);
+  return b->phase != (parity & 1);
+}
+
+u16 float_half(float f) {
+  u32 u = as<u32>(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+  if (a > 0x7f800000) return 0x7fff;
+  if (a >= 0x477ff000) return sign | 0x7c00;                    // rounds to infinity
+  if (a < 0x38800000) {                                         // subnormal: an integer times 2^-24
+    float r = as<float>(a) * 16777216.f;
+    return sign | (u16)(int)rintf(r);
+  }
+  return sign | (u16)((a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13);
+}
+// a * b is exact in a double, and so is the sum but for cases that differ in far more than half's last place: rounding twice is avoided by keeping a sticky bit
+u16 half_fma(u16 a, u16 b, u16 c) {
+  double p = (double)half_table[a] * half_table[b], q = half_table[c], s = p + q, e = (s - p) - q;
+  float f = (float)s;
+  if ((double)f != s || e != 0) {                               // make the float odd if it is not exact: then the second rounding is right
+    u32 u = as<u32>(f);
+    if (!(u & 1) && f == f && f - f == 0) { bool up = (double)f < s; f = as<float>(up == (f > 0) || f == 0 ? u + 1 : u - 1); }
+  }
+  return float_half(f);
+}
+}
+
+// ---------------------------------------------------------------- tensor cores
+template <class T, class S, int HALVES, class Get> static void multiply(Warp& w, u64* v, Get get) {
+  constexpr int PER = sizeof(S) == 1 ? 4 : 2, K = HALVES * PER * 4;
+  static T A[16][K], B[K][8], C[16][8];
+  for (int lane = 0; lane < 32; lane++) {
+    emu::MmaArgs& m = *(emu::MmaArgs*)v[lane]; int g = lane >> 2, t = lane & 3;
+    for (int h = 0; h < HALVES; h++) for (int j = 0; j < PER; j++) {
+      int k = h * PER * 4 + t * PER + j, shift = j * 8 * (int)sizeof(S);
+      A[g][k] = get(m.a[2 * h] >> shift); A[g + 8][k] = get(m.a[2 * h + 1] >> shift); B[k][g] = get(m.b[h] >> shift);
+    }
+  }
+  for (int i = 0; i < 16; i++) {
+    T sum[8] = {};
+    for (int k = 0; k < K; k++) for (int j = 0; j < 8; j++) sum[j] += A[i][k] * B[k][j];
+    for (int j = 0; j < 8; j++) C[i][j] = sum[j];
+  }
+  for (int lane = 0; lane < 32; lane++) {
+    T* c = (T*)((emu::MmaArgs*)v[lane])->c; int g = lane >> 2, t = lane & 3;
+    c[0] += C[g][2 * t]; c[1] += C[g][2 * t + 1]; c[2] += C[g + 8][2 * t]; c[3] += C[g + 8][2 * t + 1];
+  }
+}
+static void mma_all(Warp& w, u64* v) {
+  auto byte = [](u32 x) { return (int)(signed char)x; };
+  auto half = [](u32 x) { return emu::half_table[x & 0xffff]; };
+  auto brain = [](u32 x) { return emu::as<float>(x << 16); };
+  if (w.exist != ~0u) fail(0, (u64)current->place, "mma in a warp of fewer than 32 threads");
+  switch (((emu::MmaArgs*)v[0])->kind) {
+    case emu::S8_16: multiply<int, u8, 1>(w, v, byte); break;
+    case emu::S8_32: multiply<int, u8, 2>(w, v, byte); break;
+    case emu::F16_8: multiply<float, u16, 1>(w, v, half); break;
+    case emu::F16_16: multiply<float, u16, 2>(w, v, half); break;
+    case emu::BF16_16: multiply<float, u16, 2>(w, v, brain); break;
+  }
+}
+static void ldmatrix_all(Warp& w, u64* v) {
+  if (w.exist != ~0u) fail(0, (u64)current->place, "ldmatrix in a warp of fewer than 32 threads");
+  auto& first = *(emu::LdmatrixArgs*)v[0];
+  for (int m = 0; m < first.n; m++) {
+    const u16* row[8];
+    for (int i = 0; i < 8; i++) row[i] = (const u16*)emu::shared_pointer(((emu::LdmatrixArgs*)v[8 * m + i])->p, 16);
+    for (int lane = 0; lane < 32; lane++) {
+      int g = lane >> 2, t = lane & 3;
+      ((emu::LdmatrixArgs*)v[lane])->r[m] = first.trans ? row[2 * t][g] | (u32)row[2 * t + 1][g] << 16 : row[g][2 * t] | (u32)row[g][2 * t + 1] << 16;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- what the processor catches
+static struct sigaction before[5];
+static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP};
+static void on_signal(int sig, siginfo_t* info, void* context) {
+  if (!running || !pthread_equal(pthread_self(), runner)) {     // none of ours: as if the emulator were not here
+    for (int i = 0; i < 5; i++) if (SIGNALS[i] == sig) sigaction(sig, &before[i], 0);
+    return;
+  }
+  u64 place = 0; const char* how = "@";
+#if defined(__x86_64__) && defined(__linux__)
+  auto& registers = ((ucontext_t*)context)->uc_mcontext.gregs;
+  place = registers[REG_RIP];
+  if (sig == SIGSEGV) how = registers[REG_ERR] & 2 ? "@w" : "@r";
+#elif defined(__aarch64__) && defined(__linux__)
+  place = ((ucontext_t*)context)->uc_mcontext.pc;
+#endif
+  u64 address = (u64)info->si_addr;
+  if (sig == SIGFPE) fail(0, place, "an integer is divided by zero");
+  if (sig == SIGILL || sig == SIGTRAP) fail(0, place, "an address that is not a multiple of the type's size, or an index past the end of an array");
+  if (stacks && address >= (u64)stacks && address < (u64)stacks + 1024 * STACK) fail(0, place, "too much memory in local variables: the emulator has %d KB a thread", (int)(STACK >> 10));
+  if (address >= (u64)room && address < (u64)room + SHARED_ROOM + 2 * page) fail(0, place, "shared memory: past the end of the block's %d bytes", (int)dynamic_bytes);
+  if (!address) fail(0, place, sig == SIGSEGV && info->si_code > 0 && info->si_code < 100 && info->si_code != 128 ? how : "a misaligned or wild address");
+  fail(address, place, "%s", how);
+}
+
+// ---------------------------------------------------------------- the memory of the GPU
+static constexpr size_t ARENA = (size_t)1 << 37;
+static char* arena_next; static std::map<size_t, std::vector<char*>> arena_free;
+extern "C" SHOWN int emulator_start() {
+  if (emu::arena) return 0;
+  page = sysconf(_SC_PAGESIZE);
+  char* a = (char*)mmap(0, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char* s = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char* r = (char*)mmap(0, SHARED_ROOM + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (a == MAP_FAILED || s == MAP_FAILED || r == MAP_FAILED) return 1;
+  stacks = s; room = r; arena_next = a + page;
+  for (int i = 0; i < 1024; i++) mprotect(s + i * STACK, page, PROT_NONE);
+  mprotect(r + page, SHARED_ROOM, PROT_READ | PROT_WRITE);
+  for (u32 h = 0; h < 1 << 16; h++) {
+    int e = h >> 10 & 31; float m = h & 1023, f = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24);
+    emu::half_table[h] = h & 0x8000 ? -f : f;
+  }
+  emu::arena_end = a + ARENA; emu::arena = a;
+  return 0;
+}
+// Pages of its own, then a page that nobody may touch; the array ends where they do, but for what makes it begin at a multiple of 16
+extern "C" SHOWN void* emulator_alloc(size_t bytes) {
+  size_t size = (bytes + page - 1) / page * page + (bytes ? 0 : page); char* p;
+  auto& free = arena_free[size];
+  if (!free.empty()) { p = free.back(); free.pop_back(); }
+  else { p = arena_next; if (p + size + page > emu::arena_end) return 0; arena_next += size + page; }
+  if (mprotect(p, size, PROT_READ | PROT_WRITE)) return 0;
+  memset(p, 0xff, size);
+  return p + size - (bytes + 15) / 16 * 16;
+}
+extern "C" SHOWN void emulator_free(void* at, size_t bytes) {
+  size_t size = (bytes + page - 1) / page * page + (bytes ? 0 : page);
+  char* p = (char*)at + (bytes + 15) / 16 * 16 - size;
+  if (size > 1 << 20) madvise(p, size, MADV_DONTNEED);
+  mprotect(p, size, PROT_NONE);
+  arena_free[size].push_back(p);
+}
+
+// The static shared arrays of a kernel are all of its library that begins as zeros: where that lies
+extern "C" SHOWN void emulator_statics(void* kernel, char** range) {
+  Dl_info info; range[0] = range[1] = 0;
+  if (!dladdr(kernel, &info)) return;
+  void* both[2] = {info.dli_fbase, range};
+  dl_iterate_phdr([](dl_phdr_info* library, size_t, void* both) {
+    if ((void*)library->dlpi_addr != ((void**)both)[0]) return 0;
+    char** range = (char**)((void**)both)[1];
+    for (int i = 0; i < library->dlpi_phnum; i++) {
+      auto& h = library->dlpi_phdr[i];
+      if (h.p_type == PT_LOAD && h.p_memsz > h.p_filesz) { range[0] = (char*)library->dlpi_addr + h.p_vaddr + h.p_filesz; range[1] = range[0] + h.p_memsz - h.p_filesz; }
+    }
+    return 1;
+  }, both);
+}
+
+// ---------------------------------------------------------------- a launch
+static void run_block(u64 seed) {
+  for (int i = 0; i < total; i++) {
+    Thread& t = threads[i];
+    t.stack = new_stack(stacks + (i + 1) * STACK - 64 * (i & 31) - 64, run_thread);          // not all at the same place of the cache
+    t.warp = &warps[i >> 5]; t.lane = i & 31; t.early = pdl; t.state = 0; t.group = 0; t.copies.clear();
+    u32 x = i % blockDim.x, y = i / blockDim.x % blockDim.y, z = i / blockDim.x / blockDim.y;
+    t.index = {x, y, z};
+    if (!t.lane) memset(&warps[i >> 5], 0, sizeof(Warp));
+    warps[i >> 5].lane[i & 31] = &t; warps[i >> 5].exist |= 1u << (i & 31); warps[i >> 5].ready = warps[i >> 5].exist;
+  }
+  for (auto& b : named) { b.arrived = 0; b.waiting.clear(); }
+  bulks.clear(); barrier.waiting = barrier.round = 0; barrier.threads.clear();
+  memset(static_begin, 0xff, static_end - static_begin); memset(dynamic, 0xff, room + page + SHARED_ROOM - dynamic);
+  int n = (total + 31) / 32, first = seed % n, idle = 0;
+  for (alive = total; alive;) {
+    progress = 0; bool ran = false;
+    for (int k = 0; k < n; k++) {
+      Warp& w = warps[(first + k) % n];
+      w.ready |= w.yielded; w.yielded = 0;
+      if (!w.ready) continue;
+      ran = true;
+      u32 start = seed / 32 % 32, later = w.ready & ~0u << start;
+      switch_to(w.lane[__builtin_ctz(later ? later : w.ready)]);
+      if (w.arrived && !w.yielded) {
+        for (int i = 0; i < 32; i++) if (w.arrived >> i & 1) current = w.lane[i];
+        char lanes[1500]; describe(lanes, sizeof lanes, w); Thread* t = current; current = &home;
+        report->thread[0] = t->index.x; home.index = t->index;
+        fail(0, 0, "not all lanes of a warp come: %s", lanes);
+      }
+    }
+    idle = progress ? 0 : idle + 1;
+    if (alive && (!ran || idle > 2)) {
+      for (int k = 0; k < n; k++) for (int i = 0; i < 32; i++) if (warps[k].exist >> i & 1 && warps[k].lane[i]->state && strcmp(warps[k].lane[i]->state, "has ended")) {
+        Thread* t = warps[k].lane[i]; home.index = t->index;
+        fail(0, (u64)t->place, "%s for ever: of %d threads %d have ended", t->state, total, total - alive);
+      }
+      fail(0, 0, "no thread can go on");
+    }
+  }
+  for (char* p = dynamic + dynamic_bytes; p < room + page + SHARED_ROOM; p++) if (*p != (char)0xff) fail(0, 0, "shared memory: written past the end of the block's %d bytes", (int)dynamic_bytes);
+}
+// 0, or 1 and the report is filled
+extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, const u32* grid, const u32* block, u32 shared, u64 seed, int dependent, char* begin, char* end,
+                                     const u64* written, int written_n, Report* out) {
+  static char* alternate = (char*)malloc(1 << 16);
+  entry = kernel; params = arguments; report = out; pdl = dependent; triggered = false; dirty = written; dirty_n = written_n; static_begin = begin; static_end = end;
+  gridDim = {grid[0], grid[1], grid[2]}; blockDim = {block[0], block[1], block[2]}; total = block[0] * block[1] * block[2];
+  memset(out, 0, sizeof *out);
+  dynamic_bytes = shared; dynamic_name = 1024 + (u32)(end - begin + 15) / 16 * 16;
+  char* top = room + page + SHARED_ROOM;                        // dynamic shared memory lies as near to the forbidden page as its address modulo 1024 allows
+  dynamic = top - shared; dynamic -= ((u64)dynamic - dynamic_name) & 1023;
+  stack_t stack = {}, old_stack; stack.ss_sp = alternate; stack.ss_size = 1 << 16;
+  sigaltstack(&stack, &old_stack);
+  struct sigaction action = {}; action.sa_sigaction = on_signal; action.sa_flags = SA_SIGINFO | SA_ONSTACK; sigemptyset(&action.sa_mask);
+  for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &action, &before[i]);
+  runner = pthread_self(); current = &home; running = true;
+  int failed = sigsetjmp(back, 1);
+  if (!failed) {
+    u64 blocks = (u64)grid[0] * grid[1] * grid[2], state = seed * 2654435761u + 88172645463325252u, step = 1, at = 0;
+    auto random = [&]() { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return state; };
+    auto gcd = [](u64 a, u64 b) { while (b) { u64 c = a % b; a = b; b = c; } return a; };
+    if (seed && blocks > 1) { at = random() % blocks; do step = random() % blocks; while (gcd(step, blocks) != 1); }
+    for (u64 i = 0; i < blocks; i++, at = (at + step) % blocks) {
+      blockIdx = {(u32)(at % grid[0]), (u32)(at / grid[0] % grid[1]), (u32)(at / grid[0] / grid[1])};
+      run_block(seed ? random() >> 20 : 0);
+    }
+  }
+  running = false; current = &home; emu::early = false;
+  for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &before[i], 0);
+  sigaltstack(&old_stack, 0);
+  out->triggered = triggered;
+  return failed;
+}
