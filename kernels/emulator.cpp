@@ -112,7 +112,7 @@ SHOWN uint3 threadIdx, blockIdx;
 SHOWN dim3 blockDim, gridDim;
 namespace emu { SHOWN const char *arena, *arena_end; SHOWN bool early; SHOWN float half_table[1 << 16]; }
 
-constexpr size_t STACK = 128 << 10, SHARED_ROOM = 256 << 10;
+constexpr size_t STACK = 128 << 10, BELOW = 16 << 20, SHARED_ROOM = 256 << 10, GUARD = 256 << 10;
 static char* stacks; static size_t page;
 static Thread threads[1024], home, *current = &home;
 static Warp warps[32];
@@ -160,7 +160,7 @@ static void finish_copies(Thread* t, int keep) {
   for (size_t i = 0; i < t->copies.size(); i++) {
     Copy& c = t->copies[i];
     if (c.group >= t->group - keep) { t->copies[left++] = c; continue; }
-    char* to = (char*)emu::shared_pointer(c.to, c.n);
+    char* to = (char*)emu::shared_pointer(c.to, 1);
     memcpy(to, c.from, c.bytes); memset(to + c.bytes, 0, c.n - c.bytes);
   }
   t->copies.resize(left);
@@ -179,19 +179,22 @@ static void run_thread() {
 static const char* OPS[] = {"__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__match_any_sync", "__reduce_sync", "mma", "ldmatrix", "group"};
 static void mma_all(Warp& w, u64* v);
 static void ldmatrix_all(Warp& w, u64* v);
-static void describe(char* out, size_t size, Warp& w) {         // "lanes 0-3: __shfl_xor_sync; lanes 4-31: has ended"
-  size_t n = 0;
+// "lanes 0-3: __shfl_xor_sync {place}; lanes 4-31: has ended"; a place in braces becomes a line later
+static void describe(char* out, size_t size, Warp& w) {
+  size_t n = 0; u32 left = w.exist;
   auto what = [&](int i) { return w.arrived >> i & 1 ? OPS[w.lane[i]->op] : w.lane[i]->state ? w.lane[i]->state : "runs"; };
-  for (int i = 0; i < 32 && n < size;) {
-    if (!(w.exist >> i & 1)) break;
-    int j = i;
-    while (j + 1 < 32 && w.exist >> (j + 1) & 1 && what(j + 1) == what(i) && (w.lane[j + 1]->place == w.lane[i]->place)) j++;
-    Dl_info info; u64 at = (u64)w.lane[i]->place, base = at && dladdr((void*)at, &info) ? (u64)info.dli_fbase : 0;
-    bool there = w.lane[i]->state == 0 || strcmp(w.lane[i]->state, "has ended");
-    n += snprintf(out + n, size - n, "%slane%s %d", n ? "; " : "", i == j ? "" : "s", i);
-    if (i < j && n < size) n += snprintf(out + n, size - n, "-%d", j);
-    if (n < size) n += snprintf(out + n, size - n, there && at ? ": %s {%llx}" : ": %s", what(i), at - base);
-    i = j + 1;
+  auto place = [&](int i) { return w.ended >> i & 1 ? 0 : w.lane[i]->place; };
+  while (left && n + 200 < size) {
+    int i = __builtin_ctz(left); u32 same = 0;
+    for (int j = i; j < 32; j++) if (left >> j & 1 && what(j) == what(i) && place(j) == place(i)) same |= 1u << j;
+    left &= ~same;
+    n += snprintf(out + n, size - n, "%slanes", n ? "; " : "");
+    for (int j = 0, first = 1; j < 32 && n + 200 < size; j++) if (same >> j & 1) {
+      int k = j; while (k < 31 && same >> (k + 1) & 1) k++;
+      n += snprintf(out + n, size - n, k > j ? "%s %d-%d" : "%s %d", first ? "" : ",", j, k); first = 0; j = k;
+    }
+    Dl_info info; u64 at = (u64)place(i), base = at && dladdr((void*)at, &info) ? (u64)info.dli_fbase : 0;
+    n += snprintf(out + n, size - n, at ? ": %s {%llx}" : ": %s", what(i), at - base);
   }
 }
 namespace emu {
@@ -241,19 +244,20 @@ void check_global(const void* p, u32 size) {
   if (current->early) for (int i = 0; i < dirty_n; i++) if ((u64)p >= dirty[2 * i] && (u64)p < dirty[2 * i + 1])
     fail((u64)p, place, "read before pdl_wait, though the kernel before may still be writing it");
 }
+static void* shared_at(u32 a, u32 size, u64 place) {
+  char* p = a >= dynamic_name ? dynamic + (a - dynamic_name) : static_begin + (int)(a - 1024);
+  bool there = a >= dynamic_name ? (u64)a + size <= (u64)dynamic_name + dynamic_bytes : a >= 1024 && p + size <= static_end;
+  if (!there) fail(0, place, "%d bytes of shared memory at %d, but the block has %d", size, (int)(a - 1024), (int)(dynamic_name - 1024 + dynamic_bytes));
+  if (a & (size <= 16 ? size - 1 : 15)) fail(0, place, "misaligned: %d bytes at once of shared memory, at %d", size, (int)(a - 1024));
+  return p;
+}
 u32 shared_name(const void* p) {
   char* c = (char*)p;
   if (c >= static_begin && c < static_end) return 1024 + (u32)(c - static_begin);
   if (c >= dynamic && c <= dynamic + dynamic_bytes) return dynamic_name + (u32)(c - dynamic);
   fail(0, PLACE, "takes the shared address of what is not in shared memory");
 }
-void* shared_pointer(u32 a, u32 size) {
-  char* p = a >= dynamic_name ? dynamic + (a - dynamic_name) : static_begin + (int)(a - 1024);
-  bool there = a >= dynamic_name ? (u64)a + size <= (u64)dynamic_name + dynamic_bytes : a >= 1024 && p + size <= static_end;
-  if (!there) fail(0, PLACE, "shared memory: %d bytes at %d, but the block has %d", size, (int)(a - 1024), (int)(dynamic_name - 1024 + dynamic_bytes));
-  if (a & (size <= 16 ? size - 1 : 15)) fail(0, PLACE, "misaligned: %d bytes at once of shared memory at %d", size, (int)(a - 1024));
-  return p;
-}
+void* shared_pointer(u32 a, u32 size) { return shared_at(a, size, PLACE); }
 void* dynamic_shared() { return dynamic; }
 void thread_triggered() { triggered = true; }
 void thread_waited() { current->early = early = false; }
@@ -269,7 +273,7 @@ static void check_copy(u32 to, const void* from, u32 n, u32 bytes, u64 place) {
   volatile char sink = 0; for (u32 i = 0; i < bytes; i += 4096) sink = ((const char*)from)[i];
   if (bytes) sink = ((const char*)from)[bytes - 1];
   (void)sink;
-  memset(shared_pointer(to, n), 0xff, n);
+  memset(shared_at(to, n, place), 0xff, n);
 }
 void copy(u32 to, const void* from, u32 n, u32 bytes) {
   if (bytes > n) fail(0, PLACE, "a copy of %d bytes into %d", bytes, n);
@@ -282,29 +286,28 @@ void copy_wait(int n) { finish_copies(current, n); }
 // A barrier in shared memory: count and arrivals missing, bytes missing, phase
 struct Barrier { u16 count, missing; int bytes : 31; u32 phase : 1; };
 static void barrier_check(Barrier* b) { if (!b->missing && !b->bytes) { b->phase ^= 1; b->missing = b->count; progress++; } }
-void barrier_init(u32 a, u32 count) { Barrier* b = (Barrier*)shared_pointer(a, 8); *b = {(u16)count, (u16)count, 0, 0}; }
+void barrier_init(u32 a, u32 count) { Barrier* b = (Barrier*)shared_at(a, 8, PLACE); *b = {(u16)count, (u16)count, 0, 0}; }
 void barrier_arrive(u32 a, u32 bytes) {
-  Barrier* b = (Barrier*)shared_pointer(a, 8);
+  Barrier* b = (Barrier*)shared_at(a, 8, PLACE);
   if (!b->missing || b->missing > b->count) fail(0, PLACE, "arrives at a barrier that expects nobody: it was not initialised, or more arrive than it counts");
   b->bytes += bytes; b->missing--; progress++;
   barrier_check(b);
 }
 void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16) fail(0, PLACE, "a bulk copy of %d bytes: expected a multiple of 16", bytes);
-  shared_pointer(to, 16);
-  u32 last = to + bytes; shared_pointer(last - 16, 16);
+  u32 last = to + bytes;
   check_copy(to, from, 16, 16, PLACE);
   check_copy(last - 16, (const char*)from + bytes - 16, 16, 16, PLACE);
-  memset(shared_pointer(to, 16), 0xff, bytes);
+  memset(shared_at(to, 16, PLACE), 0xff, bytes);
   bulks.push_back({barrier, {to, from, bytes, bytes, 0}});
   progress++;
 }
 bool barrier_try(u32 a, u32 parity) {
-  Barrier* b = (Barrier*)shared_pointer(a, 8);
+  Barrier* b = (Barrier*)shared_at(a, 8, PLACE);
   for (size_t i = 0; i < bulks.size();) {
     if (bulks[i].barrier != a) { i++; continue; }
     Copy c = bulks[i].copy;
-    memcpy(shared_pointer(c.to, 16), c.from, c.bytes);
+    memcpy(shared_at(c.to, 16, PLACE), c.from, c.bytes);
     bulks.erase(bulks.begin() + i);
     b->bytes -= c.bytes; progress++; barrier_check(b);
   }
@@ -376,7 +379,7 @@ static void ldmatrix_all(Warp& w, u64* v) {
   auto& first = *(emu::LdmatrixArgs*)v[0];
   for (int m = 0; m < first.n; m++) {
     const u16* row[8];
-    for (int i = 0; i < 8; i++) row[i] = (const u16*)emu::shared_pointer(((emu::LdmatrixArgs*)v[8 * m + i])->p, 16);
+    for (int i = 0; i < 8; i++) row[i] = (const u16*)emu::shared_at(((emu::LdmatrixArgs*)v[8 * m + i])->p, 16, (u64)current->place);
     for (int lane = 0; lane < 32; lane++) {
       int g = lane >> 2, t = lane & 3;
       ((emu::LdmatrixArgs*)v[lane])->r[m] = first.trans ? row[2 * t][g] | (u32)row[2 * t + 1][g] << 16 : row[g][2 * t] | (u32)row[g][2 * t + 1] << 16;
@@ -403,8 +406,8 @@ static void on_signal(int sig, siginfo_t* info, void* context) {
   u64 address = (u64)info->si_addr;
   if (sig == SIGFPE) fail(0, place, "an integer is divided by zero");
   if (sig == SIGILL || sig == SIGTRAP) fail(0, place, "an address that is not a multiple of the type's size, or an index past the end of an array");
-  if (stacks && address >= (u64)stacks && address < (u64)stacks + 1024 * STACK) fail(0, place, "too much memory in local variables: the emulator has %d KB a thread", (int)(STACK >> 10));
-  if (address >= (u64)room && address < (u64)room + SHARED_ROOM + 2 * page) fail(0, place, "shared memory: past the end of the block's %d bytes", (int)dynamic_bytes);
+  if (stacks && address >= (u64)stacks - BELOW && address < (u64)stacks + 1024 * STACK) fail(0, place, "too much memory in local variables: the emulator has %d KB a thread", (int)(STACK >> 10));
+  if (address >= (u64)room && address < (u64)room + SHARED_ROOM + 2 * page) fail(0, place, "shared memory past the end of the block's %d bytes", (int)dynamic_bytes);
   if (!address) fail(0, place, sig == SIGSEGV && info->si_code > 0 && info->si_code < 100 && info->si_code != 128 ? how : "a misaligned or wild address");
   fail(address, place, "%s", how);
 }
@@ -416,11 +419,12 @@ extern "C" SHOWN int emulator_start() {
   if (emu::arena) return 0;
   page = sysconf(_SC_PAGESIZE);
   char* a = (char*)mmap(0, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  char* s = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char* s = (char*)mmap(0, 1024 * STACK + BELOW, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   char* r = (char*)mmap(0, SHARED_ROOM + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (a == MAP_FAILED || s == MAP_FAILED || r == MAP_FAILED) return 1;
-  stacks = s; room = r; arena_next = a + page;
-  for (int i = 0; i < 1024; i++) mprotect(s + i * STACK, page, PROT_NONE);
+  mprotect(s, BELOW, PROT_NONE);
+  stacks = s + BELOW; room = r; arena_next = a + GUARD;
+  for (int i = 0; i < 1024; i++) mprotect(stacks + i * STACK, page, PROT_NONE);
   mprotect(r + page, SHARED_ROOM, PROT_READ | PROT_WRITE);
   for (u32 h = 0; h < 1 << 16; h++) {
     int e = h >> 10 & 31; float m = h & 1023, f = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24);
@@ -429,12 +433,12 @@ extern "C" SHOWN int emulator_start() {
   emu::arena_end = a + ARENA; emu::arena = a;
   return 0;
 }
-// Pages of its own, then a page that nobody may touch; the array ends where they do, but for what makes it begin at a multiple of 16
+// Pages of its own, then some that nobody may touch; the array ends where they do, but for what makes it begin at a multiple of 16
 extern "C" SHOWN void* emulator_alloc(size_t bytes) {
   size_t size = (bytes + page - 1) / page * page + (bytes ? 0 : page); char* p;
   auto& free = arena_free[size];
   if (!free.empty()) { p = free.back(); free.pop_back(); }
-  else { p = arena_next; if (p + size + page > emu::arena_end) return 0; arena_next += size + page; }
+  else { p = arena_next; if (p + size + GUARD > emu::arena_end) return 0; arena_next += size + GUARD; }
   if (mprotect(p, size, PROT_READ | PROT_WRITE)) return 0;
   memset(p, 0xff, size);
   return p + size - (bytes + 15) / 16 * 16;
@@ -503,7 +507,7 @@ static void run_block(u64 seed) {
       fail(0, 0, "no thread can go on");
     }
   }
-  for (char* p = dynamic + dynamic_bytes; p < room + page + SHARED_ROOM; p++) if (*p != (char)0xff) fail(0, 0, "shared memory: written past the end of the block's %d bytes", (int)dynamic_bytes);
+  for (char* p = dynamic + dynamic_bytes; p < room + page + SHARED_ROOM; p++) if (*p != (char)0xff) fail(0, 0, "shared memory was written past the end of the block's %d bytes", (int)dynamic_bytes);
 }
 // 0, or 1 and the report is filled
 extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, const u32* grid, const u32* block, u32 shared, u64 seed, int dependent, char* begin, char* end,

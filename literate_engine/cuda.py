@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', 'Compiled', 'compile_kernel', 'resources',
-           'explain', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph', 'bench_gpu']
+           'explain', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph', 'bench_gpu',
+           'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
-# %% ../nbs/11_cuda.ipynb #443ccee4
+# %% ../nbs/11_cuda.ipynb #3e8bc9ca
 import functools, hashlib, importlib, json, os, re, tempfile, threading, time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 from .core import cache_dir
 from .emulator import CudaError, EmulatedKernel, RECORDING, SHARED, Source, build_emulated, emulated_arch, emulated_cupy, kernels_dir, show_kernel
+_all_ = ["CudaError", "Source", "kernels_dir", "show_kernel"]
 
 # %% ../nbs/11_cuda.ipynb #1563a1e4
 def _bindings(name: str):

@@ -316,7 +316,7 @@ class EmulatedCupy:
 @functools.cache
 def emulated_cupy() -> EmulatedCupy: return EmulatedCupy()
 
-# %% ../nbs/10_emulator.ipynb #68ee901b
+# %% ../nbs/10_emulator.ipynb #aa4a9331
 class EmulatedKernel:
     "A kernel as a function of the processor."
     lock, seed = threading.Lock(), 0                  # one launch at a time; blocks and warps run in an order that the seed gives (0: as they are numbered)
@@ -371,16 +371,16 @@ class EmulatedKernel:
     def explain(self, out: _Report, args) -> str:
         "Who did what, where."
         text = re.sub(r"\{([0-9a-f]+)\}", lambda m: self.where(int(m[1], 16)), out.text.decode())
-        if text.startswith("@"): text = {"@w": "writes to ", "@r": "reads from "}.get(text, "touches ") + _place_in(out.address, args)
+        if text.startswith("@"): text = {"@w": "writes ", "@r": "reads "}.get(text, "touches ") + _place_in(out.address, args)
         elif out.address: text += f" ({_place_in(out.address, args)})"
         at = f"\n    {self.where(out.place)}" if out.place else ""
-        return f"{self.name}: thread ({', '.join(map(str, out.thread))}) of block ({', '.join(map(str, out.block))}) {text}{at}"
+        return f"{self.name}: block ({', '.join(map(str, out.block))}), thread ({', '.join(map(str, out.thread))}): {text}{at}"
 
     def where(self, place: int) -> str:
         "The line of a kernel file that an instruction comes from, through all that was inlined."
         if not (tool := shutil.which("addr2line")): return f"instruction {place:#x}"
         done = subprocess.run([tool, "-i", "-e", str(self.path), hex(place)], capture_output=True, text=True).stdout
-        lines = [f"{m[1]}, line {m[2]}" for m in re.finditer(r"((?:kernels/)?[\w.]+):(\d+)(?: .*)?$", done, re.M) if not m[1].endswith("emulated.cuh")]
+        lines = [f"{m[1]}, line {m[2]}" for m in re.finditer(r"((?:kernels/)?[\w.]+):(\d+)(?: .*)?$", done, re.M) if m[1] not in ("emulated.cuh", "name")]
         return ", in ".join(dict.fromkeys(lines)) or f"instruction {place:#x}"
 
 KINDS = {"p": "an array", "c": "an array", "i": "an int of 32 bits", "q": "an int of 64 bits", "h": "16 bits", "b": "8 bits", "f": "a float", "d": "a double", "?": "something else"}
@@ -394,15 +394,16 @@ def _shown(a) -> str: return f"{a.dtype} {list(a.shape)}"
 
 def _place_in(address: int, args) -> str:
     "Where an address lies, as seen from the arguments."
-    if address < 4096: return "the null pointer" + (f" + {address}" if address else "")
+    if address < 4096: return "at the null pointer" + (f" + {address}" if address else "")
     near = []
     for i, a in enumerate(args):
         if not isinstance(a, Array): continue
         start, end = _range(a)
-        if start <= address < end: return f"argument {i} ({_shown(a)}), byte {address - start}"
-        near.append((address - end, f"{address - end} bytes past the end of argument {i} ({_shown(a)})") if address >= end else (start - address, f"{start - address} bytes before argument {i} ({_shown(a)})"))
+        if start <= address < end: return f"in argument {i} ({_shown(a)}), byte {address - start}"
+        near.append((address - end, f"{address - end or 'just'} bytes past the end of argument {i} ({_shown(a)})".replace("just bytes", "just")) if address >= end else
+                    (start - address, f"{start - address} bytes before argument {i} ({_shown(a)})"))
     if near and min(near)[0] < 1 << 24: return min(near)[1]
-    return f"address {address:#x}, which is in no array"
+    return f"at {address:#x}, which is in no array"
 
 def prebuild(source: Source, names, arch: int, jobs: int = 2) -> None:
     "Compile many kernels at once."
