@@ -1,52 +1,25 @@
 // y = x W^T for few rows of x: one warp a row of W (dp4a), 16 rows of W a tile (int8 tensor cores), and both from float32 activations.
 #include "formats.cuh"
+#include "acts.cuh"
 
 // ---------------------------------------------------------------- activations
-// x [m][k] float32 -> what the kernels read, T rows (1, 8, 16 or 32) at a time:
-//   xq  codes [groups][T/8][pair of blocks][8 rows][t] of 16 bytes, lo and hi of the one block, then of the other: a lane of the tensor cores finds its own
-//       at 16 times its number, and in the registers side by side that the instruction wants (one row: [groups][pair of blocks][t])
-//   xd  scales [groups][T][4 blocks]; SUPER, one scale for 256: [groups/2][T]
-//   xs  sums of each block of 32 [groups][T][4 blocks], times the scale unless SUPER
-//   xm  SUPER: the sums as float16 pairs [groups][T][4]: of each sum a multiple of 32, twice two, then the rest, twice two; each exact
-// Rows m and beyond are zeros. A warp has one group of a row, or two.
-__device__ __forceinline__ u32 code_at(int g, int row, int pair, int t, int rows) {         // in 16 bytes
-  return rows == 1 ? (g * 2 + pair) * 4 + t : ((g * (rows >> 3) + (row >> 3)) * 2 + pair) * 32 + (row & 7) * 4 + t;
-}
+// x [m][k] float32 -> what the kernels read (acts.cuh), T rows (1, 8, 16 or 32) at a time. Rows m and beyond are zeros. A warp has one group of a row, or two.
 template <bool SUPER>
 __global__ void quantize_act(const float* x, u32* xq, float* xd, float* xs, u32* xm, int m, int k, int groups, int rows) {
   constexpr int H = SUPER ? 2 : 1;
-  int lane = threadIdx.x & 31, unit = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), units = groups / H, row = blockIdx.y, r = row % rows;
-  size_t before = (size_t)(row / rows) * rows * groups;             // groups of rows of the parts before
+  int lane = threadIdx.x & 31, unit = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = blockIdx.y;
   pdl_trigger();
   pdl_wait();
-  if (unit >= units) return;
-  float v[H][4], top = 0;
+  if (unit >= groups / H) return;
+  float v[H][4];
 #pragma unroll
   for (int i = 0; i < H; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       int at = (unit * H + i) * 128 + lane * 4 + j;
       v[i][j] = row < m && at < k ? loadf(x + (size_t)row * k + at) : 0.f;
-      top = fmaxf(top, fabsf(v[i][j]));
     }
-  top = warp_max<SUPER ? 32 : 8>(top);
-  float inverse = top > 1e-30f ? __fdiv_rn(127.f, top) : 0.f, s = __fdiv_rn(top, 127.f);
-  int b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
-#pragma unroll
-  for (int i = 0; i < H; i++) {
-    int c[4], sum = 0, g = unit * H + i; u32 packed = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) { c[j] = __float2int_rn(__fmul_rn(v[i][j], inverse)); sum += c[j]; packed |= (c[j] & 255) << (8 * j); }
-    xq[before * 32 + code_at(g, r, b >> 1, t, rows) * 4 + (b & 1) * 2 + half] = packed;
-    float total = warp_sum<8>((float)sum);
-    size_t e = (before + (size_t)g * rows + r) * 4;
-    if ((lane & 7) == 0) xs[e + b] = SUPER ? total : s * total;
-    if (SUPER) {
-      float next = __shfl_down_sync(~0u, total, 8), p = floorf(total / 32) * 32, q = floorf(next / 32) * 32;
-      if (lane == 0 || lane == 16) { xm[e + (lane >> 4)] = float2_half2(p, q); xm[e + 2 + (lane >> 4)] = float2_half2(total - p, next - q); }
-    } else if ((lane & 7) == 0) xd[e + b] = s;
-  }
-  if (SUPER && lane == 0) xd[before / 2 + (size_t)unit * rows + r] = s;
+  store_acts<SUPER>(v, {xq, xd, xs, xm}, unit, row, groups, rows);
 }
 
 // ---------------------------------------------------------------- one warp, one row

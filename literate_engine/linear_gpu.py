@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GPU_FORMATS', 'HALVES', 'GEMV', 'WHOLE', 'MMA', 'LINEAR', 'PLANS', 'GpuFormat', 'nibbles', 'bits_of', 'fifth_bits',
            'k_scales', 'q5_k_codes', 'q6_k_codes', 'pack_gpu', 'unpack_ref', 'GpuMatrix', 'to_gpu', 'Acts', 'part_rows',
-           'new_acts', 'quantize_act_gpu', 'act_codes', 'Plan', 'plans', 'slot_bytes', 'plan_for', 'prepare',
-           'linear_gpu', 'tune', 'save_plans', 'load_plans']
+           'act_buffers', 'new_acts', 'quantize_act_gpu', 'act_codes', 'Plan', 'plans', 'slot_bytes', 'plan_for',
+           'prepare', 'linear_gpu', 'tune', 'save_plans', 'load_plans']
 
 # %% ../nbs/14_linear_gpu.ipynb #4be41b92
 import functools, hashlib, json
@@ -187,19 +187,25 @@ WHOLE = ((1, 1, 4), (4, 2, 1), (4, 4, 1), (8, 2, 1), (8, 4, 1))              # c
 MMA = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))                     # tiles of 8 columns, of 16 rows
 LINEAR = CudaModule("linear.cu", _names)
 
-# %% ../nbs/14_linear_gpu.ipynb #6f18537a
-def new_acts(x, act: str) -> tuple[Acts, list[Launch]]:
-    "Buffers for the activations x [m, k] float32, and the launch that fills them from x (none where x is used as it is)."
-    cp, (m, k) = cupy(), x.shape
-    if x.dtype != np.float32 or not x.flags.c_contiguous: raise ValueError(f"activations: expected contiguous float32 [m, k], got {x.dtype} {list(x.shape)}")
-    if act == "F32": return Acts(act, m, k, x), []
+# %% ../nbs/14_linear_gpu.ipynb #f956c0a4
+def act_buffers(m: int, k: int, act: str, x=None) -> Acts:
+    "Room for m quantised rows; x is what they come from, if that is kept."
+    cp = cupy()
     if k % ACTS[act]: raise ValueError(f"{act} activations have blocks of {ACTS[act]}; {k} columns do not divide")
     rows, g, sup = part_rows(m), -(-k//128), act == "Q8_K"
-    parts, units = -(-m//rows), g//2 if sup else g
-    planes = tuple(cp.empty((parts, rows*size), t) for size, t in ((g*32, np.uint32), (units if sup else 4*g, np.float32), (4*g, np.float32), (4*g if sup else 0, np.uint32)))
+    parts = -(-m//rows)
+    sizes = (g*32, np.uint32), (g//2 if sup else 4*g, np.float32), (4*g, np.float32), (4*g if sup else 0, np.uint32)
+    return Acts(act, m, k, x, tuple(cp.empty((parts, rows*size), t) for size, t in sizes))
+
+def new_acts(x, act: str) -> tuple[Acts, list[Launch]]:
+    "Buffers for the activations x [m, k] float32, and the launch that fills them from x (none where x is used as it is)."
+    m, k = x.shape
+    if x.dtype != np.float32 or not x.flags.c_contiguous: raise ValueError(f"activations: expected contiguous float32 [m, k], got {x.dtype} {list(x.shape)}")
+    if act == "F32": return Acts(act, m, k, x), []
+    a, g, sup = act_buffers(m, k, act, x), -(-k//128), act == "Q8_K"
+    units = g//2 if sup else g
     warps = min(4, units)
-    launch = Launch(LINEAR[f"quantize_act<{str(sup).lower()}>"], (-(-units//warps), parts*rows), 32*warps, [x, *planes, m, k, g, rows], pdl=True)
-    return Acts(act, m, k, x, planes), [launch]
+    return a, [Launch(LINEAR[f"quantize_act<{str(sup).lower()}>"], (-(-units//warps), len(a.planes[0])*a.rows), 32*warps, [x, *a.planes, m, k, g, a.rows], pdl=True)]
 
 def quantize_act_gpu(x, act: str) -> Acts:
     "Quantise rows of float32 once, for any number of matrices."

@@ -1,0 +1,42 @@
+// Quantised activations as linear.cu reads them, `rows` (1, 8, 16 or 32) rows at a time; whoever has a row in registers writes it so.
+//   q  codes [groups][rows/8][pair of blocks][8 rows][t] of 16 bytes, lo and hi of the one block, then of the other: a lane of the tensor cores finds its own
+//      at 16 times its number, and in the registers side by side that the instruction wants (one row: [groups][pair of blocks][t])
+//   d  scales [groups][rows][4 blocks]; SUPER, one scale for 256: [groups/2][rows]
+//   s  sums of each block of 32 [groups][rows][4 blocks], times the scale unless SUPER
+//   m  SUPER: the sums as float16 pairs [groups][rows][4]: of each sum a multiple of 32, twice two, then the rest, twice two; each exact
+// Parts of `rows` rows follow each other.
+#pragma once
+#include "common.cuh"
+struct Planes { u32* q; float *d, *s; u32* m; };
+
+__device__ __forceinline__ u32 code_at(int g, int row, int pair, int t, int rows) {         // in 16 bytes
+  return rows == 1 ? (g * 2 + pair) * 4 + t : ((g * (rows >> 3) + (row >> 3)) * 2 + pair) * 32 + (row & 7) * 4 + t;
+}
+// A warp stores unit `unit` of a row: 128 values, 4 of each lane, or SUPER twice that
+template <bool SUPER> __device__ __forceinline__ void store_acts(const float (*v)[4], const Planes& to, int unit, int row, int groups, int rows) {
+  constexpr int H = SUPER ? 2 : 1;
+  int lane = threadIdx.x & 31, r = row % rows, b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
+  size_t before = (size_t)(row / rows) * rows * groups;             // groups of rows of the parts before
+  float top = 0;
+#pragma unroll
+  for (int i = 0; i < H; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) top = fmaxf(top, fabsf(v[i][j]));
+  top = warp_max<SUPER ? 32 : 8>(top);
+  float inverse = top > 1e-30f ? __fdiv_rn(127.f, top) : 0.f, s = __fdiv_rn(top, 127.f);
+#pragma unroll
+  for (int i = 0; i < H; i++) {
+    int c[4], sum = 0, g = unit * H + i; u32 packed = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) { c[j] = __float2int_rn(__fmul_rn(v[i][j], inverse)); sum += c[j]; packed |= (c[j] & 255) << (8 * j); }
+    to.q[before * 32 + code_at(g, r, b >> 1, t, rows) * 4 + (b & 1) * 2 + half] = packed;
+    float total = warp_sum<8>((float)sum);
+    size_t e = (before + (size_t)g * rows + r) * 4;
+    if ((lane & 7) == 0) to.s[e + b] = SUPER ? total : s * total;
+    if (SUPER) {
+      float next = __shfl_down_sync(~0u, total, 8), p = floorf(total / 32) * 32, q = floorf(next / 32) * 32;
+      if (lane == 0 || lane == 16) { to.m[e + (lane >> 4)] = float2_half2(p, q); to.m[e + 2 + (lane >> 4)] = float2_half2(total - p, next - q); }
+    } else if ((lane & 7) == 0) to.d[e + b] = s;
+  }
+  if (SUPER && lane == 0) to.d[before / 2 + (size_t)unit * rows + r] = s;
+}
