@@ -149,47 +149,52 @@ __global__ __launch_bounds__(V > 4 ? 768 : 1024) void norm(float* out, float* x,
 
 // ---------------------------------------------------------------- heads
 // A warp has a head of a row of q or k: the norm of it where there are weights, then its first `dim` values turned by the angles of the row's position, half layout.
-// Output and input may be the same memory
+// Pair p is columns p and p + dim/2, or two neighbours behind dim; a lane has four pairs at a time, 32 apart. Output and input may be the same memory
 __global__ __launch_bounds__(128) void heads(float* q_out, const float* q, float* k_out, const float* k, const u32* positions, const float* table, const float* q_norm, const float* k_norm,
                                              float eps, int n_head, int n_head_k, int head_dim, int dim, int pqo, int pq, int pko, int pk) {
   int lane = threadIdx.x & 31, head = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = blockIdx.y, half = dim / 2, pairs = (head_dim + 1) / 2;
-  pdl_trigger();
-  pdl_wait();
-  if (head >= n_head + n_head_k) return;
-  bool is_k = head >= n_head;
-  const float* from = is_k ? k + (size_t)row * pk + (head - n_head) * head_dim : q + (size_t)row * pq + head * head_dim;
+  bool is_k = head >= n_head, on = head < n_head + n_head_k;
+  const float *w = is_k ? k_norm : q_norm, *from = is_k ? k + (size_t)row * pk + (head - n_head) * head_dim : q + (size_t)row * pq + head * head_dim, *cosines = nullptr;
   float* to = is_k ? k_out + (size_t)row * pko + (head - n_head) * head_dim : q_out + (size_t)row * pqo + head * head_dim;
-  const float* w = is_k ? k_norm : q_norm;
-  const float* cosines = dim ? table + (size_t)load4(positions + row) * dim : nullptr;
-  float r = 1;
+  float a[4], b[4], c[4], s[4], wa[4], wb[4], r = 1;
+  auto first = [&](int p) { return p < half ? p : 2 * p; };
+  auto second = [&](int p) { return p < half ? p + half : 2 * p + 1; };
+  auto two = [&](float (&x)[4], float (&y)[4], const float* v, int base) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      int p = base + 32 * j;
+      x[j] = first(p) < head_dim ? loadf(v + first(p)) : 0.f; y[j] = second(p) < head_dim ? loadf(v + second(p)) : 0.f;
+    }
+  };
+  auto angles = [&](int base) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) { int p = base + 32 * j; c[j] = p < half ? loadf(cosines + p) : 1.f; s[j] = p < half ? loadf(cosines + half + p) : 0.f; }
+  };
+  pdl_trigger();
+  if (on && w) two(wa, wb, w, lane);              // weights: before the wait
+  pdl_wait();
+  if (!on) return;
+  if (dim) cosines = table + (size_t)load4(positions + row) * dim;
+  two(a, b, from, lane);
+  angles(lane);
   if (w) {
     float sum = 0;
-    for (int base = lane; base < head_dim; base += 256) {
-      float v[8];
+    for (int base = lane; base < pairs; base += 128) {
+      if (base > lane) two(a, b, from, base);
 #pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = base + 32 * j < head_dim ? loadf(from + base + 32 * j) : 0.f;
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum = fmaf(v[j], v[j], sum);
+      for (int j = 0; j < 4; j++) sum = fmaf(a[j], a[j], fmaf(b[j], b[j], sum));
     }
     r = 1.f / sqrtf(warp_sum(sum) / (float)head_dim + eps);
+    if (pairs > 128) two(a, b, from, lane);
   }
-  for (int base = lane; base < pairs; base += 128) {                // pair p: p and p + half, or two neighbours behind dim
-    float a[4], b[4], c[4], s[4];
+  for (int base = lane; base < pairs; base += 128) {
+    if (base > lane) { two(a, b, from, base); angles(base); if (w) two(wa, wb, w, base); }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      int p = base + 32 * j, i0 = p < half ? p : 2 * p, i1 = p < half ? p + half : 2 * p + 1;
-      a[j] = i0 < head_dim ? loadf(from + i0) : 0.f; b[j] = i1 < head_dim ? loadf(from + i1) : 0.f;
-      c[j] = p < half ? loadf(cosines + p) : 1.f; s[j] = p < half ? loadf(cosines + half + p) : 0.f;
-      if (w) {
-        if (i0 < head_dim) a[j] = a[j] * r * loadf(w + i0);
-        if (i1 < head_dim) b[j] = b[j] * r * loadf(w + i1);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int p = base + 32 * j, i0 = p < half ? p : 2 * p, i1 = p < half ? p + half : 2 * p + 1;
-      if (i0 < head_dim) to[i0] = p < half ? a[j] * c[j] - b[j] * s[j] : a[j];
-      if (i1 < head_dim) to[i1] = p < half ? fmaf(a[j], s[j], b[j] * c[j]) : b[j];
+      int p = base + 32 * j;
+      float x = w ? __fmul_rn(a[j] * r, wa[j]) : a[j], y = w ? __fmul_rn(b[j] * r, wb[j]) : b[j];
+      if (first(p) < head_dim) to[first(p)] = p < half ? __fmul_rn(x, c[j]) - __fmul_rn(y, s[j]) : x;
+      if (second(p) < head_dim) to[second(p)] = p < half ? fmaf(x, s[j], __fmul_rn(y, c[j])) : y;
     }
   }
 }

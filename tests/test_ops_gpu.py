@@ -122,8 +122,9 @@ def test_gated(act, rows, width):
     run(prepare_gated(out, act, *ranges(gate, up), acts=acts))
     assert_close(out.get(), gated_ref(act, gate, up), 1e-6)
     same_planes(acts, out)
-    run(prepare_activate(out2, act, gpu(gate)))
+    run(prepare_activate(out2, act, gpu(gate), acts=acts))
     assert_close(out2.get(), gated_ref(act, gate, np.float32(1)), 1e-6)
+    same_planes(acts, out2)
 
 
 @pytest.mark.parametrize("rows,width", [(1, 7), (3, 40), (2, 1030), (5, 2048)])
