@@ -46,7 +46,7 @@ def attention_ref(
         out[rows] = np.einsum("hij,jhd->ihd", p/total, v).reshape(len(x), -1)
     return out
 
-# %% ../nbs/21_attention.ipynb #4810f7a9
+# %% ../nbs/21_attention.ipynb #59969fb2
 _CHUNK = 128                 # positions whose scores are held at once
 _LATENT_CHUNK = 256          # the same, where values are read from keys
 _PIECE = 512                 # positions that are summed up before anything is added to them
@@ -55,7 +55,6 @@ _GROUP = 8                   # walks that may go together
 _TILES = ((3, 4), (4, 2), (6, 2)) if ISA == "avx512" else ((4, 1), (4, 1), (6, 1))       # for 3, 4 and 6 rows: rows of the loop, vectors at a time
 _ROW = 608                   # floats from one row of scratch to the next; the widest head
 _HALF = 304                  # in a row of scores: where the weights times scales lie
-_AHEAD = _CHUNK//16          # blocks between the prefetch of a key and its use: as many as a chunk has
 _NEVER = np.float32(-3e38)   # the score of a position that a row must not see
 
 _P, _Q, _TMP = 0, _ROWS*_ROW, 2*_ROWS*_ROW
@@ -137,7 +136,14 @@ def _q4_values(a, p, j): return _q4(a, p + (j >> 1)*16, j & 1)
 # a type: vector j of the keys at byte p, vector j of a position's values, bytes of a vector, are there scales
 _TYPES = {"f32": (_f32, _f32, 64, False), "f16": (_f16, _f16, 32, False), "q8_0": (_q8, _q8, 16, True), "q4_0": (_q4_keys, _q4_values, 8, True)}
 
-# %% ../nbs/21_attention.ipynb #0347b180
+# %% ../nbs/21_attention.ipynb #809ab533
+@jit
+def _ask(A, table, last, stride, offset, at, n):
+    "Ask for n bytes of a head of A, at the place (block of the table, byte in it); returns the place after them."
+    for x in range(0, n, 64): prefetch(A, table[min(at[0], last)]*stride + offset + at[1] + x)
+    return (at[0], at[1] + n) if at[1] + n < stride else (at[0] + 1, 0)
+
+# %% ../nbs/21_attention.ipynb #106aab90
 def _wide(load, N):
     "(the places of N blocks, a vector of each, N neighbouring vectors of one place, a scale of each), as tuples"
     if N == 1:
@@ -175,26 +181,21 @@ def _scores(T, N, keys, vals):
     (load, _, _, scaled), v_size = keys, vals[2]
     W, (places, each, _, scales_of) = N*T, _wide(load, N)
     @jit
-    def ask(V, p, at):
-        for i in range(N):
-            for x in range(0, 4*v_size, 64): prefetch(V, p[i] + at*v_size + x)
-    @jit
     def scores(s, K, V, table, stride, offset, scales, v_stride, v_offset, D, b0, b1, last, x):
         for b in range(b0, b1, N):
-            p, v = places(table, b, last, stride, offset), places(table, b, last, v_stride, v_offset)
-            acc, total = tile_f32(W), tile_f32(W)
+            p, ask, acc, total = places(table, b, last, stride, offset), (b, 0), tile_f32(W), tile_f32(W)
             for g in range(0, D, 32):
                 end = min(D, g + 32)
                 if scaled: acc = tile_f32(W)
                 for d in range(g, end - 3, 4):
-                    if T <= 4: ask(V, v, d)
+                    if T <= 4: ask = _ask(V, table, last, v_stride, v_offset, ask, 4*N*v_size)
                     for i in range(d, d + 4): acc = tile_fma(acc, each(K, p, i), s, _Q + i, _ROW)
                 for d in range(end - end%4, end): acc = tile_fma(acc, each(K, p, d), s, _Q + d, _ROW)
                 if scaled: total = tile_add_scaled(total, acc, scales_of(K, p, scales + g))
             tiles_store(s, x + b*16, _ROW, N, total if scaled else acc)
     return scores
 
-# %% ../nbs/21_attention.ipynb #0aef65a4
+# %% ../nbs/21_attention.ipynb #4119f794
 @jit
 def _weigh(s, A, table, stride, at, m, b0, b1, hi, x):
     "m rows of weights times the scales at byte `at` of each block, beside the weights."
@@ -202,23 +203,23 @@ def _weigh(s, A, table, stride, at, m, b0, b1, hi, x):
         scale = first_lanes(load_f16x16(A, table[b]*stride + at), hi - b*16)
         for j in range(m): store(s, x + _HALF + j*_ROW + b*16, load_f32x16(s, x + j*_ROW + b*16)*scale)
 
-def _values(T, N, vals):
+def _values(T, N, keys, vals):
     "The loop over values for T rows, N vectors of columns at a time; at most the 32 columns under one scale."
-    _, load, _, scaled = vals
+    k_size, (_, load, _, scaled) = keys[2], vals
     N = min(N, 2) if scaled else N
     beside, W = _wide(load, N)[2], N*T
     @jit
-    def values(s, K, V, table, k_stride, k_head, k_bytes, stride, offset, row, D, b0, b1, lo, hi, last, x, r):
+    def values(s, K, V, table, k_bytes, k_head, stride, offset, row, D, b0, b1, lo, hi, last, x, r):
+        ask = b1, 0
         for d in range(0, D, 16*N):
             acc, w = tile_f32(W), x
             if scaled:
                 w = x + _HALF
                 if d%32 == 0: _weigh(s, V, table, stride, offset + row*16 + d, T, b0, b1, hi, x)
             for b in range(b0, b1):
-                p, ahead = table[b]*stride + offset, table[min(b + _AHEAD, last)]*k_stride + k_head
+                p = table[b]*stride + offset
                 for i in range(max(lo, b*16) - b*16, min(hi, b*16 + 16) - b*16):
-                    if T <= 4 and d == 0:
-                        for y in range(0, k_bytes >> 4, 64): prefetch(K, ahead + i*(k_bytes >> 4) + y)
+                    if T <= 4: ask = _ask(K, table, last, k_bytes, k_head, ask, N*k_size)
                     acc = tile_fma(acc, beside(V, p + i*row, d >> 4), s, w + b*16 + i, _ROW)
             tiles_store(s, _TMP, 16*N, N, acc)
             for j in range(T):
@@ -320,18 +321,18 @@ def _add_records(s, total, other, r, m, Dv, latent):
         else: a, b = load_f32x16(s, _FIX + j*16), load_f32x16(s, _TMP + j*16)
         for d in range(y, y + rows*_pad16(Dv), 16): store(s, total + d, fma(load_f32x16(s, total + d), a, load_f32x16(other, r + d)*b))
 
-# %% ../nbs/21_attention.ipynb #0b87a7c1
+# %% ../nbs/21_attention.ipynb #ba915ce0
 def _piece(keys, vals, latent):
     "W walks of a tile and KV head over the positions lo..hi-1 of a piece, for one type of cache: fills record r of each."
     scores = {tile: _scores(*tile, keys, vals) for tile in dict.fromkeys(_TILES)}
-    values = {tile: _values(*tile, vals) for tile in dict.fromkeys(_TILES)}
+    values = {tile: _values(*tile, keys, vals) for tile in dict.fromkeys(_TILES)}
     (scores3, scores4, scores6), (values3, values4, values6) = ([f[tile] for tile in _TILES] for f in (scores, values))
     latent_values = _latent_values(keys)
     CHUNK, k_scaled, v_scaled = _LATENT_CHUNK if latent else _CHUNK, keys[3], vals[3]
     @jit
     def piece(I, scratch, table, head, W, lo, hi, last, r):
-        K, V, HK, Dk, Dv, window, cap, k_bytes, v_bytes = u8_at(I[6]), u8_at(I[7]), I[14], I[15], I[16], I[17], np.float32(as_f64(I[21])), I[10], I[23]
-        k_stride, v_stride, k_head, v_head = HK*k_bytes, HK*v_bytes, head*k_bytes, head*v_bytes
+        K, V, Dk, Dv, window, cap, k_bytes, v_bytes = u8_at(I[6]), u8_at(I[7]), I[15], I[16], I[17], np.float32(as_f64(I[21])), I[10], I[23]
+        k_head, v_head = head*I[24]*k_bytes, head*I[24]*v_bytes
         k_scales = k_bytes - (Dk + 31)//32*32 if k_scaled else 0                        # where the scales begin
         row = v_bytes//16 - ((Dv + 31)//32*2 if v_scaled else 0)                        # bytes of a position's numbers
         for k in range(W): s, w, m = _walk_at(scratch, I[20], k); _empty(s, r, m, Dv, latent)
@@ -339,18 +340,19 @@ def _piece(keys, vals, latent):
             b0, b1, x = max(lo, c)//16, (min(hi, c + CHUNK) + 15)//16, _P + 16 - c
             for k in range(W):
                 s, w, m = _walk_at(scratch, I[20], k)
-                if m > 4: scores6(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
-                elif m > 3: scores4(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
-                else: scores3(s, K, V, table, k_stride, k_head, k_scales, v_stride, v_head, Dk, b0, b1, last, x)
+                if m > 4: scores6(s, K, V, table, k_bytes, k_head, k_scales, v_bytes, v_head, Dk, b0, b1, last, x)
+                elif m > 3: scores4(s, K, V, table, k_bytes, k_head, k_scales, v_bytes, v_head, Dk, b0, b1, last, x)
+                else: scores3(s, K, V, table, k_bytes, k_head, k_scales, v_bytes, v_head, Dk, b0, b1, last, x)
                 for j in range(m):
+                    if m <= 4: _ask(K, table, last, k_bytes, k_head, (b1, j*512), 512)
                     if cap != 0: _cap_row(s, x + j*_ROW, b0, b1, cap)
                     _softmax_row(s, j, x + j*_ROW, _first_seen(w[j], window), w[j] + 1, b0, b1, r)
             for k in range(W):
                 s, w, m = _walk_at(scratch, I[20], k)
-                if latent: latent_values(s, K, table, k_stride, k_head, k_scales, Dv, b0, b1, hi, x, m, r)
-                elif m > 4: values6(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
-                elif m > 3: values4(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
-                else: values3(s, K, V, table, k_stride, k_head, k_bytes, v_stride, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+                if latent: latent_values(s, K, table, k_bytes, k_head, k_scales, Dv, b0, b1, hi, x, m, r)
+                elif m > 4: values6(s, K, V, table, k_bytes, k_head, v_bytes, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+                elif m > 3: values4(s, K, V, table, k_bytes, k_head, v_bytes, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
+                else: values3(s, K, V, table, k_bytes, k_head, v_bytes, v_head, row, Dv, b0, b1, lo, hi, last, x, r)
     return piece
 
 # %% ../nbs/21_attention.ipynb #8915cb20
@@ -390,7 +392,7 @@ def _together(walks, total, n, most):
     "How many of the walks of a tile and KV head go together, in a step that costs `total`, on n threads."
     return min(walks, most) if total >= 4*(n - 1)*min(walks, most)*(_PIECE//16) else 1
 
-# %% ../nbs/21_attention.ipynb #67169096
+# %% ../nbs/21_attention.ipynb #8cc6d61b
 def _walk(keys, vals, latent):
     "W walks of a tile and KV head, from row r0 of `rows` on, over their pieces [a, z)."
     piece = _piece(keys, vals, latent)
@@ -414,7 +416,7 @@ def _walk(keys, vals, latent):
 
 def _attention(keys, vals, latent=False, most=_GROUP):
     """The op. Words: out, q, K, V, positions, query_start_loc, bytes of a head's keys in a block, block_table, max_blocks, n_head, n_head_kv, head_dim_k, head_dim_v,
-    window, scale, scratch, scratch bytes of a thread, softcap, sinks (0: none), bytes of a head's values in a block."""
+    window, scale, scratch, scratch bytes of a thread, softcap, sinks (0: none), bytes of a head's values in a block, blocks of the cache."""
     walk = _walk(keys, vals, latent)
     @jit
     def attention(tid, n, I, S):
@@ -467,7 +469,7 @@ def _merge(tid, n, I, S):
 
 named("merge_attention", _merge, globals())
 
-# %% ../nbs/21_attention.ipynb #8e39b842
+# %% ../nbs/21_attention.ipynb #64549c96
 def _put_numbers(put, size):
     "Write n numbers of x from o on into the head that begins at byte `base`; step: 16 for keys, 1 for values."
     @jit
@@ -515,14 +517,14 @@ def _put_codes(bits):
     return row
 
 def _kv_store(put_k, put_v):
-    "The op. Words: K cache, V cache, k, v, slot_mapping, n_head_kv, head_dim_k, head_dim_v, bytes of a head's keys and of its values in a block, scratch, scratch bytes of a thread."
+    "The op. Words: K cache, V cache, k, v, slot_mapping, n_head_kv, head_dim_k, head_dim_v, blocks of the cache, bytes of a head's keys and of its values in a block, scratch, scratch bytes of a thread."
     @jit
     def kv_store(tid, n, I, S):
-        M, k, v, slots, HK, Dk, Dv, k_bytes, v_bytes = S[I[2]], f32_at(I[6]), f32_at(I[7]), i64_at(I[8]), I[9], I[10], I[11], I[12], I[13]
-        K, V, tmp, k_shift, v_shift = u8_at(I[4]), u8_at(I[5]), I[14] + tid*I[15], own_row(tid, M, I, 2), own_row(tid, M, I, 3)
+        M, k, v, slots, HK, Dk, Dv, blocks, k_bytes, v_bytes = S[I[2]], f32_at(I[6]), f32_at(I[7]), i64_at(I[8]), I[9], I[10], I[11], I[12], I[13], I[14]
+        K, V, tmp, k_shift, v_shift = u8_at(I[4]), u8_at(I[5]), I[15] + tid*I[16], own_row(tid, M, I, 2), own_row(tid, M, I, 3)
         for u in range(M*HK*tid//n, M*HK*(tid + 1)//n):
             t, h = u//HK, u%HK
-            head, offset = slots[t]//16*HK + h, slots[t]%16
+            head, offset = h*blocks + slots[t]//16, slots[t]%16
             put_k(K, head*k_bytes, offset, 16, k, (t + k_shift)*_pad16(HK*Dk) + h*Dk, Dk, k_bytes, tmp)
             put_v(V, head*v_bytes, offset, 1, v, (t + v_shift)*_pad16(HK*Dv) + h*Dv, Dv, v_bytes, tmp)
     return kv_store
@@ -531,7 +533,7 @@ _PUT = {"f32": _put_numbers(store, 4), "f16": _put_numbers(put_f16, 2), "q8_0": 
 for _k in _PUT:
     for _v in _PUT: named(f"kv_store_{_k}" + (f"_{_v}" if _k != _v else ""), partial(_kv_store, _PUT[_k], _PUT[_v]), globals())
 
-# %% ../nbs/21_attention.ipynb #c7c429ad
+# %% ../nbs/21_attention.ipynb #07b2862f
 _C_OP = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 def _call(ops, batch, threads):
@@ -560,12 +562,12 @@ def attention_call(q, cache, batch, layer, spec, threads=1, sinks=None, variant=
     out, scratch = np.full((n, -(-spec.n_head*spec.head_dim_v//16)*16), np.nan, np.float32), np.full((threads, nbytes//4), np.nan, np.float32)
     operands = [out, padded_rows(q[:n, :spec.n_head*spec.head_dim_k]), cache.k[layer], cache.v[layer], batch.positions, batch.query_start_loc, k_bytes,
                 batch.block_table, batch.max_blocks_per_seq, spec.n_head, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v, spec.window or 0,
-                float(spec.attn_scale), scratch, nbytes, float(spec.softcap), 0 if sinks is None else sinks, v_bytes]
+                float(spec.attn_scale), scratch, nbytes, float(spec.softcap), 0 if sinks is None else sinks, v_bytes, len(cache.k[layer])]
     ops = [(op_name("latent_attention" if latent else "attention", cache) + variant, operands)]
     if threads > 1: ops.append(("merge_attention", [out, scratch, nbytes, spec.head_dim_v, latent]))       # one thread leaves nothing to merge
     return _call(ops, batch, threads), out
 
-# %% ../nbs/21_attention.ipynb #2a70fd2d
+# %% ../nbs/21_attention.ipynb #16f332f7
 def attention_cpu(
     q: np.ndarray,  # [num_tokens, n_head*head_dim_k] float32
     cache,  # a KVCache that holds the step's keys and values already
@@ -592,5 +594,5 @@ def kv_store_cpu(
     "Store a step's keys and values by the compiled op: same meaning as `KVCache.store`."
     spec, scratch = cache.specs[layer], np.full((threads, 64), np.nan, np.float32)
     operands = [cache.k[layer], cache.v[layer], padded_rows(k), padded_rows(v), batch.slot_mapping, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v,
-                *head_bytes(cache, layer), scratch, scratch[0].nbytes]
+                len(cache.k[layer]), *head_bytes(cache, layer), scratch, scratch[0].nbytes]
     _call([(op_name("kv_store", cache), operands)], batch, threads)()

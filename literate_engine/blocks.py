@@ -44,7 +44,7 @@ class FreeQueue:
         self.remove(i := self.after[0])
         return i
 
-# %% ../nbs/19_blocks.ipynb #4c5188ad
+# %% ../nbs/19_blocks.ipynb #a4d3eed5
 def first_block(window: int, num_tokens: int) -> int:
     "The first block that the token at this position needs, if it sees `window` positions, itself among them; 0: all."
     return max(0, num_tokens + 1 - window) // BLOCK_SIZE if window else 0
@@ -85,7 +85,7 @@ class BlockPool:
             if self.on_loss and self._key_of[i]: self.on_loss(i, self._key_of[i])
             self.refs[i] = 1
             self.withdraw(i)
-        return ids
+        return sorted(ids)                                                    # a sequence's neighbours are neighbours in memory where that can be
 
     def share(self, ids: list[int]) -> None:
         "One more owner for each block; null blocks are passed over. A free block can be shared as long as its contents are published."

@@ -19,8 +19,8 @@ from numba.core.sigutils import normalize_signature
 from .native import jit
 from .simd import I64, atomic_load, barrier, cpu_pause, i64_at, word
 
-# %% ../nbs/10_cpu_ops.ipynb #b307a0fd
-WORDS = 24
+# %% ../nbs/10_cpu_ops.ipynb #e7d9862b
+WORDS = 32
 SIG = types.void(types.int64, types.int64, types.CPointer(types.int64), types.CPointer(types.int64))
 CPU_OPS, _compiled = {}, {}
 
@@ -42,7 +42,7 @@ def _define(name, body, module):
     exec(compile(f"def {name}(tid, n, I, S): _{name}(tid, n, I, S)", module.get("__file__", "<op>"), "exec"), module)
     return module[name]
 
-# %% ../nbs/10_cpu_ops.ipynb #bdb00755
+# %% ../nbs/10_cpu_ops.ipynb #735295f8
 class _OpCache(FunctionCache):
     "numba's cache, but reading from it does not load numba's whole type system first: machine code needs only the run time"
     def load_overload(self, sig, target_context):

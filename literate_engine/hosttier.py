@@ -23,7 +23,7 @@ import numpy as np
 from .gguf import GGUFError, GGUFFile, write_gguf
 from .blocks import BLOCK_SIZE, CachePool, block_keys, first_block
 
-# %% ../nbs/33_hosttier.ipynb #286cefa9
+# %% ../nbs/33_hosttier.ipynb #48ff54f6
 class Layout(NamedTuple):
     "How the bytes of one id lie: equal layouts can exchange them."
     arrays: tuple[str, ...]   # "type and byte order, shape" of a row of each array
@@ -32,13 +32,13 @@ class Layout(NamedTuple):
 class Contents:
     "The bytes that one block id or slot stands for: `a[i]` of every array."
     def __init__(self,
-        arrays,  # [id, ...] each, C-contiguous; None, and arrays without a byte to a row, are passed over
+        arrays,  # [id, ...] each, in any order in memory but for the last axis, which is contiguous; None, and arrays without a byte to a row, are passed over
     ):
         arrays = [a for a in arrays if a is not None and a[0].nbytes]
-        assert all(a.flags.c_contiguous for a in arrays), "the rows of an array must be contiguous"
-        self.rows = [a.reshape(len(a), -1).view(np.uint8) for a in arrays]
-        self.ends = np.cumsum([r.shape[1] for r in self.rows], dtype=np.int64).tolist()
-        self.layout = Layout(tuple(f"{a.dtype.str} {'x'.join(map(str, a.shape[1:]))}" for a in arrays), self.ends[-1] if arrays else 0)
+        self.rows = [a.view(np.uint8) for a in arrays]
+        ends = np.cumsum([r[0].nbytes for r in self.rows], dtype=np.int64).tolist()
+        self.parts = [slice(start, end) for start, end in zip([0, *ends], ends)]
+        self.layout = Layout(tuple(f"{a.dtype.str} {'x'.join(map(str, a.shape[1:]))}" for a in arrays), ends[-1] if arrays else 0)
 
     @property
     def nbytes(self) -> int: return self.layout.nbytes
@@ -46,13 +46,13 @@ class Contents:
     def read(self, i: int, out: np.ndarray | None = None) -> np.ndarray:  # uint8 [nbytes]
         "A copy of what id i stands for."
         out = np.empty(self.nbytes, np.uint8) if out is None else out
-        for r, end in zip(self.rows, self.ends): out[end - r.shape[1]:end] = r[i]
+        for r, part in zip(self.rows, self.parts): out[part].reshape(r.shape[1:])[...] = r[i]
         return out
 
     def write(self, i: int, data: np.ndarray) -> None:
         "Put a copy back, into any id but 0, which is nobody's."
         assert i > 0 and data.shape == (self.nbytes,), f"writing {data.shape} bytes into id {i}, expected {self.nbytes} and an id above 0"
-        for r, end in zip(self.rows, self.ends): r[i] = data[end - r.shape[1]:end]
+        for r, part in zip(self.rows, self.parts): r[i] = data[part].reshape(r.shape[1:])
 
 # %% ../nbs/33_hosttier.ipynb #1c9ef440
 ENTRY = 256                   # bytes that an entry counts for at least: a model without keys and values has blocks of no bytes

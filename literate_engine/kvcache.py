@@ -114,9 +114,9 @@ def _decode(parts, n, kv_type):
     raw = np.concatenate([scales, codes.reshape(*scales.shape[:-1], KV_TYPES[kv_type].type_size - 2)], -1)
     return KV_TYPES[kv_type].dequantize_blocks(raw.reshape(-1, raw.shape[-1])).reshape(*codes.shape[:-1], -1)[..., :n]
 
-# %% ../nbs/20_kvcache.ipynb #e5a76592
+# %% ../nbs/20_kvcache.ipynb #acd899b5
 class KVCache:
-    "Keys `k[layer]` and values `v[layer]` of every layer, axis 0 is the block: numbers [block, head_kv, head_dim_k, 16] and [block, head_kv, 16, head_dim_v], or bytes [block, head_kv, ...]."
+    "Keys `k[layer]` and values `v[layer]` of every layer, axis 0 is the block: numbers [block, head_kv, head_dim_k, 16] and [block, head_kv, 16, head_dim_v], or bytes [block, head_kv, ...]; in memory axis 1 is the outer one."
     def __init__(self,
         layer_specs,  # layers: each has n_head_kv, head_dim_k, head_dim_v
         num_blocks: int,  # with the null block
@@ -132,8 +132,9 @@ class KVCache:
         self.group_of = [next((g for g, group in enumerate(groups or ()) if i in group.layers), 0) for i in range(len(self.specs))]
         counts = [groups[g].num_blocks if groups else num_blocks for g in self.group_of]
         def array(l, blocks, t, n, shape):
-            if is_quantised(t): return _zeros((blocks, l.n_head_kv, kv_row_bytes(n, t)*BLOCK_SIZE), np.dtype(np.uint8))
-            return _zeros((blocks, l.n_head_kv, *shape), KV_TYPES[t])
+            if is_quantised(t): shape, t = (kv_row_bytes(n, t)*BLOCK_SIZE,), np.dtype(np.uint8)
+            else: t = KV_TYPES[t]
+            return _zeros((l.n_head_kv, blocks, *shape), t).swapaxes(0, 1)
         self.k = [array(l, n, self.kv_type, l.head_dim_k, (l.head_dim_k, BLOCK_SIZE)) for n, l in zip(counts, self.specs)]
         self.v = [array(l, n, self.kv_type_v, l.head_dim_v, (BLOCK_SIZE, l.head_dim_v)) for n, l in zip(counts, self.specs)]
 

@@ -199,7 +199,7 @@ class Recorder:
         table = shared_table(self, spec, freq_factors)
         return self.emit("rope", Value(x.width, x.rows, "rows"), [x, positions, table, x.width, head_dim, spec.dim], [(x, "rows", False)])
 
-# %% ../nbs/29_recorder.ipynb #2754ab82
+# %% ../nbs/29_recorder.ipynb #2ba4ef1f
 def _quantized(self, x, act):
     "The quantised rows of `x`, made at their first use"
     if (x, act) not in self._quantized:
@@ -215,14 +215,14 @@ def _linear(self, x, w, bias=None):
     return y if bias is None else self.emit("add_bias", Value(w.n, x.rows, "columns"), [y, bias, w.n], [(y, "columns", False)])
 
 def _kv_store(self, kv, k, v, batch):
-    operands = [kv.k, kv.v, k, v, batch.groups[kv.group].slot_mapping, kv.spec.n_head_kv, kv.spec.head_dim_k, kv.spec.head_dim_v, *kv.head_bytes, "scratch", "scratch_bytes"]
+    operands = [kv.k, kv.v, k, v, batch.groups[kv.group].slot_mapping, kv.spec.n_head_kv, kv.spec.head_dim_k, kv.spec.head_dim_v, len(kv.k), *kv.head_bytes, "scratch", "scratch_bytes"]
     self.emit(op_name("kv_store", kv.cache), None, operands, [(k, "all", False), (v, "all", False), (kv, "items", True)])
 
 def _attention(self, q, kv, batch, layer, sinks=None):
     (k_bytes, v_bytes), latent = kv.head_bytes, not kv.v.size                    # latent: the cache keeps no values, they lie in the keys
     table = batch.groups[kv.group].block_table
     operands = [q, kv.k, kv.v, batch.positions, batch.query_start_loc, k_bytes, table, table.shape[1], layer.n_head, layer.n_head_kv,
-                layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks, v_bytes]
+                layer.head_dim_k, layer.head_dim_v, layer.window, float(layer.attn_scale), "scratch", "scratch_bytes", float(layer.softcap), 0 if sinks is None else sinks, v_bytes, len(kv.k)]
     name, out = op_name("latent_attention" if latent else "attention", kv.cache), Value(layer.n_head*layer.head_dim_v, "tokens", "items")
     self.emit(name, out, operands, [(q, "all", False), (kv, "all", False)])
     self.emit("merge_attention", None, [out, "scratch", "scratch_bytes", layer.head_dim_v, int(latent)], [(out, "items", True)], source=False)
