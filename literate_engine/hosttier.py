@@ -23,7 +23,7 @@ import numpy as np
 from .gguf import GGUFError, GGUFFile, write_gguf
 from .blocks import BLOCK_SIZE, CachePool, block_keys, first_block
 
-# %% ../nbs/33_hosttier.ipynb #48ff54f6
+# %% ../nbs/33_hosttier.ipynb #94f7317a
 class Layout(NamedTuple):
     "How the bytes of one id lie: equal layouts can exchange them."
     arrays: tuple[str, ...]   # "type and byte order, shape" of a row of each array
@@ -35,6 +35,7 @@ class Contents:
         arrays,  # [id, ...] each, in any order in memory but for the last axis, which is contiguous; None, and arrays without a byte to a row, are passed over
     ):
         arrays = [a for a in arrays if a is not None and a[0].nbytes]
+        assert all(a.strides[-1] == a.itemsize for a in arrays), "the last axis of an array must be contiguous"
         self.rows = [a.view(np.uint8) for a in arrays]
         ends = np.cumsum([r[0].nbytes for r in self.rows], dtype=np.int64).tolist()
         self.parts = [slice(start, end) for start, end in zip([0, *ends], ends)]
