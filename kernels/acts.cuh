@@ -3,7 +3,7 @@
 //      at 16 times its number, and in the registers side by side that the instruction wants (one row: [groups][pair of blocks][t])
 //   d  scales [groups][rows][4 blocks]; SUPER, one scale for 256: [groups/2][rows]
 //   s  sums of each block of 32 [groups][rows][4 blocks], times the scale unless SUPER
-//   m  SUPER: the sums as float16 pairs [groups][rows][4]: of each sum a multiple of 32, twice two, then the rest, twice two; each exact
+//   m  SUPER, where anybody wants them: the sums as float16 pairs [groups][rows][4]: of each sum a multiple of 32, twice two, then the rest, twice two; each exact
 // Parts of `rows` rows follow each other.
 #pragma once
 #include "common.cuh"
@@ -33,10 +33,31 @@ template <bool SUPER> __device__ __forceinline__ void store_acts(const float (*v
     float total = warp_sum<8>((float)sum);
     size_t e = (before + (size_t)g * rows + r) * 4;
     if ((lane & 7) == 0) to.s[e + b] = SUPER ? total : s * total;
-    if (SUPER) {
+    if (SUPER && to.m) {
       float next = __shfl_down_sync(~0u, total, 8), p = floorf(total / 32) * 32, q = floorf(next / 32) * 32;
       if (lane == 0 || lane == 16) { to.m[e + (lane >> 4)] = float2_half2(p, q); to.m[e + 2 + (lane >> 4)] = float2_half2(total - p, next - q); }
-    } else if ((lane & 7) == 0) to.d[e + b] = s;
+    } else if (!SUPER && (lane & 7) == 0) to.d[e + b] = s;
   }
   if (SUPER && lane == 0) to.d[before / 2 + (size_t)unit * rows + r] = s;
+}
+
+// Four columns in a row. `whole`: widths and distances are multiples of 4 and addresses of 16 bytes, so that they are one load
+__device__ __forceinline__ void load_quad(float (&v)[4], const float* p, int left, bool whole) {
+  if (whole && left > 0) { float4 f = loadf4(p); v[0] = f.x; v[1] = f.y; v[2] = f.z; v[3] = f.w; return; }
+#pragma unroll
+  for (int e = 0; e < 4; e++) v[e] = !whole && e < left ? loadf(p + e) : 0.f;
+}
+// 256 columns in a warp: two quads of a lane, 128 apart. Stored as one block of Q8_K, as eight of Q8_1, both or neither
+__device__ __forceinline__ void store_quantized(const float (*v)[4], const Planes& a, const Planes& b, int pair, int row, int width, int part) {
+  int groups = (width + 127) / 128;
+  if (a.q)
+#pragma unroll
+    for (int h = 0; h < 2; h++) if (2 * pair + h < groups) store_acts<false>(v + h, a, 2 * pair + h, row, groups, part);
+  if (b.q && 2 * pair + 1 < groups) store_acts<true>(v, b, pair, row, groups, part);
+}
+
+__device__ __forceinline__ float act_of(float g, int act) {         // the index in ops.ACTS
+  if (act == 2) { float r = fmaxf(g, 0.f); return r * r; }
+  float z = act == 1 ? g * fmaf(g * g, 0.0713548163f, 1.5957691216f) : g;
+  return (act == 3 ? 1.f : g) / (1.f + expf(-z));
 }

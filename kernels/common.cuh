@@ -19,3 +19,10 @@ template <int WIDTH = 32> __device__ __forceinline__ float warp_max(float v) {
   for (int o = WIDTH / 2; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
   return v;
 }
+
+// What becomes of a value of a product before it is stored at y[at], in column `column`: the bias is added, then scale times that to x[at]. x and y may be the same memory
+struct Sum {
+  const float *bias, *x; float scale;
+  __device__ __forceinline__ float operator()(float v, float bias_there, float x_there) const { if (bias) v = __fadd_rn(v, bias_there); return x ? fmaf(v, scale, x_there) : v; }
+  __device__ __forceinline__ float operator()(float v, size_t at, int column) const { return (*this)(v, bias ? loadf(bias + column) : 0.f, x ? loadf(x + at) : 0.f); }
+};

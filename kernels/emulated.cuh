@@ -135,7 +135,8 @@ inline void __trap(LINE) { emu::trap("__trap", line); }
 inline size_t __cvta_generic_to_shared(const void* p) { return emu::shared_name(p); }
 
 // ---------------------------------------------------------------- atomics: one thread runs at a time
-#define ATOMIC(NAME, STEP) template <class T, class V> inline T atomic##NAME(T* p, V v) { T a = *p, b = (T)v; *p = STEP; return a; }
+#define UNSEEN __attribute__((no_sanitize("thread"), noinline))      // by the search for races
+#define ATOMIC(NAME, STEP) template <class T, class V> UNSEEN T atomic##NAME(T* p, V v) { T a = *p, b = (T)v; *p = STEP; return a; }
 ATOMIC(Add, a + b)
 ATOMIC(Sub, a - b)
 ATOMIC(Min, a < b ? a : b)
@@ -145,7 +146,7 @@ ATOMIC(Or, a | b)
 ATOMIC(Xor, a ^ b)
 ATOMIC(Exch, ((void)a, b))
 ATOMIC(Inc, a >= b ? 0 : a + 1)
-template <class T> inline T atomicCAS(T* p, T compare, T v) { T a = *p; if (a == compare) *p = v; return a; }
+template <class T> UNSEEN T atomicCAS(T* p, T compare, T v) { T a = *p; if (a == compare) *p = v; return a; }
 
 // ---------------------------------------------------------------- numbers
 inline int __float_as_int(float f) { return emu::as<int>(f); }
@@ -197,7 +198,6 @@ inline float ldexpf(float x, int e) { return __builtin_ldexpf(x, e); }
 inline float copysignf(float x, float y) { return __builtin_copysignf(x, y); }
 inline float rsqrtf(float x) { return (float)(1 / __builtin_sqrt((double)x)); }
 inline double rsqrt(double x) { return 1 / __builtin_sqrt(x); }
-inline float rcpf(float x) { return 1 / x; }
 inline float nearbyintf(float x) { return __builtin_rintf(x); }
 inline void sincosf(float x, float* s, float* c) { *s = __builtin_sinf(x); *c = __builtin_cosf(x); }
 inline float fmaxf(float a, float b) { return a >= b || b != b ? a : b; }
@@ -206,7 +206,6 @@ inline double fmax(double a, double b) { return a >= b || b != b ? a : b; }
 inline double fmin(double a, double b) { return a <= b || b != b ? a : b; }
 inline float fmaf(float a, float b, float c) { return (float)((double)a * b + c); }
 inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
-inline float fdividef(float a, float b) { return a / b; }
 inline bool isnan(float x) { return x != x; }
 inline bool isinf(float x) { return __builtin_isinf(x); }
 inline bool isfinite(float x) { return __builtin_isfinite(x); }
@@ -228,13 +227,13 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __saturatef(float x) { return x > 0 ? x < 1 ? x : 1 : 0; }
-template <class I> inline I __saturate(double x, double lo, double hi, I top) { return x != x ? 0 : x <= lo ? (I)lo : x >= hi ? top : (I)x; }
-inline int __float2int_rn(float x) { return __saturate<int>(__builtin_rint((double)x), -2147483648., 2147483647., 2147483647); }
-inline int __float2int_rz(float x) { return __saturate<int>(__builtin_trunc((double)x), -2147483648., 2147483647., 2147483647); }
-inline int __float2int_rd(float x) { return __saturate<int>(__builtin_floor((double)x), -2147483648., 2147483647., 2147483647); }
-inline int __float2int_ru(float x) { return __saturate<int>(__builtin_ceil((double)x), -2147483648., 2147483647., 2147483647); }
-inline unsigned __float2uint_rn(float x) { return __saturate<unsigned>(__builtin_rint((double)x), 0., 4294967295., 4294967295u); }
-inline unsigned __float2uint_rz(float x) { return __saturate<unsigned>(__builtin_trunc((double)x), 0., 4294967295., 4294967295u); }
+namespace emu { template <class I> inline I saturate(double x, double lo, double hi, I top) { return x != x ? 0 : x <= lo ? (I)lo : x >= hi ? top : (I)x; } }
+inline int __float2int_rn(float x) { return emu::saturate<int>(__builtin_rint((double)x), -2147483648., 2147483647., 2147483647); }
+inline int __float2int_rz(float x) { return emu::saturate<int>(__builtin_trunc((double)x), -2147483648., 2147483647., 2147483647); }
+inline int __float2int_rd(float x) { return emu::saturate<int>(__builtin_floor((double)x), -2147483648., 2147483647., 2147483647); }
+inline int __float2int_ru(float x) { return emu::saturate<int>(__builtin_ceil((double)x), -2147483648., 2147483647., 2147483647); }
+inline unsigned __float2uint_rn(float x) { return emu::saturate<unsigned>(__builtin_rint((double)x), 0., 4294967295., 4294967295u); }
+inline unsigned __float2uint_rz(float x) { return emu::saturate<unsigned>(__builtin_trunc((double)x), 0., 4294967295., 4294967295u); }
 inline float __int2float_rn(int x) { return (float)x; }
 inline float __uint2float_rn(unsigned x) { return (float)x; }
 inline int lrintf(float x) { return __float2int_rn(x); }
@@ -260,6 +259,14 @@ template <class... A> inline void call(void (*kernel)(A...), void** p) { call(ke
 template <class... A> inline const char* letters(void (*)(A...)) { static const char s[] = {Letter<A>::value..., 0}; return s; }
 }
 #define EMULATED_KERNEL(...) \
-  extern "C" SHOWN void emulated_call(void** p) { emu::call(&__VA_ARGS__, p); } \
-  extern "C" SHOWN const char* emulated_letters() { return emu::letters(&__VA_ARGS__); }
+  extern "C" __attribute__((visibility("default"))) void emulated_call(void** p) { emu::call(&__VA_ARGS__, p); } \
+  extern "C" __attribute__((visibility("default"))) const char* emulated_letters() { return emu::letters(&__VA_ARGS__); }
+// The names of this file's own macros belong to the kernels again
+#undef VECTORS
+#undef SHOWN
+#undef LINE
+#undef ALL
+#undef REDUCE
+#undef UNSEEN
+#undef ATOMIC
 #endif

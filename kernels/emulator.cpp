@@ -10,6 +10,8 @@
 #include <math.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <map>
@@ -118,7 +120,7 @@ static Thread threads[1024], home, *current = &home;
 static Warp warps[32];
 static Named named[16];
 static std::vector<Bulk> bulks;
-static int total, progress, alive;
+static int total, progress, alive; static u32 epoch = 1;        // epoch: how often all of a block have met, over all blocks
 static struct { int waiting, line, sum[2], round; void* place; std::vector<Thread*> threads; } barrier;
 static char *room, *dynamic, *static_begin, *static_end; static u32 dynamic_bytes, dynamic_name;
 static void (*entry)(void**); static void** params;
@@ -155,6 +157,7 @@ static void wait_as(const char* state, int line, void* place) {
   next_lane();
   t->state = 0;
 }
+static void touched(u32 shared, u32 n, bool writes);
 static void finish_copies(Thread* t, int keep) {
   size_t left = 0;
   for (size_t i = 0; i < t->copies.size(); i++) {
@@ -162,6 +165,7 @@ static void finish_copies(Thread* t, int keep) {
     if (c.group >= t->group - keep) { t->copies[left++] = c; continue; }
     char* to = (char*)emu::shared_pointer(c.to, 1);
     memcpy(to, c.from, c.bytes); memset(to + c.bytes, 0, c.n - c.bytes);
+    touched(c.to, c.n, true);
   }
   t->copies.resize(left);
 }
@@ -221,7 +225,7 @@ int block_barrier(int add, int line) {
   barrier.sum[round] += add;
   if (++barrier.waiting < total) { barrier.threads.push_back(current); wait_as("waits at __syncthreads", line, place); return barrier.sum[round]; }
   for (Thread* t : barrier.threads) t->warp->ready |= 1u << t->lane;
-  barrier.threads.clear(); barrier.waiting = 0; barrier.round++; progress++;
+  barrier.threads.clear(); barrier.waiting = 0; barrier.round++; progress++; epoch++;
   return barrier.sum[round];
 }
 void named_barrier(int id, int n, bool wait, int line) {
@@ -232,7 +236,7 @@ void named_barrier(int id, int n, bool wait, int line) {
   b.threads = n;
   if (++b.arrived < n) { if (wait) { b.waiting.push_back(current); wait_as("waits at a named barrier", line, place); } return; }
   for (Thread* t : b.waiting) t->warp->ready |= 1u << t->lane;
-  b.waiting.clear(); b.arrived = 0; progress++;
+  b.waiting.clear(); b.arrived = 0; progress++; epoch++;
 }
 
 // ---------------------------------------------------------------- memory
@@ -263,17 +267,71 @@ void thread_triggered() { triggered = true; }
 void thread_waited() { current->early = early = false; }
 void trap(const char* what, int) { fail(0, PLACE, "%s", what); }
 
+// Who touched each byte of shared memory last, and when. Two threads may touch a byte, one of them writing, only if they have met in between: the whole block at a
+// barrier (a new epoch), or a warp (a new round)
+struct Touch { u32 epoch; u16 thread, round; };
+enum : u16 { MANY = 0xffff, OF_WARP = 0x8000 };                 // readers from several warps; several lanes of warp t & 31
+static Touch wrote[SHARED_ROOM], did_read[SHARED_ROOM];
+static inline bool apart(const Touch& t, const Thread* me, int number) {       // no meeting since then
+  if (t.epoch != epoch || t.thread == number) return false;
+  if (t.thread == MANY) return true;
+  int warp = t.thread & OF_WARP ? t.thread & 31 : t.thread >> 5;
+  return warp != number >> 5 || t.round == (u16)me->warp->round;
+}
+static void race(const Touch& t, bool wrote_it, bool writes, u64 place) {
+  char who[60];
+  if (t.thread & OF_WARP) snprintf(who, sizeof who, t.thread == MANY ? "other warps" : "other lanes");
+  else { auto& i = threads[t.thread].index; snprintf(who, sizeof who, "thread (%d, %d, %d)", i.x, i.y, i.z); }
+  fail(0, place, "%s shared memory that %s %s, and they have not met in between", writes ? "writes" : "reads", who, wrote_it ? "wrote" : "read");
+}
+static inline void touch_shared(u32 at, u32 n, bool writes, u64 place) {
+  Thread* me = current; int number = me - threads;
+  for (u32 i = at; i < at + n && i < SHARED_ROOM; i++) {
+    Touch &w = wrote[i], &r = did_read[i];
+    if (apart(w, me, number)) race(w, true, writes, place);
+    if (writes) {
+      if (apart(r, me, number)) race(r, false, writes, place);
+      w = {epoch, (u16)number, (u16)me->warp->round};
+    } else if (r.epoch != epoch) r = {epoch, (u16)number, (u16)me->warp->round};
+    else if (r.thread != number) {
+      bool same = r.thread != MANY && (r.thread & OF_WARP ? r.thread & 31 : r.thread >> 5) == number >> 5;
+      r = {epoch, (u16)(same ? OF_WARP | number >> 5 : MANY), (u16)me->warp->round};
+    }
+  }
+}
+// Every access of a kernel to memory comes by here: the compiler puts the calls in
+static inline void touch(const char* p, u32 n, bool writes, u64 place) {
+  if (p >= dynamic && p < dynamic + dynamic_bytes) touch_shared(dynamic_name - 1024 + (u32)(p - dynamic), n, writes, place);
+  else if (p >= static_begin && p < static_end) touch_shared((u32)(p - static_begin), n, writes, place);
+  else if (early && p >= arena && p < arena_end) {
+    report->size = n;
+    if (writes) fail((u64)p, place, "written before pdl_wait");
+    for (int i = 0; i < dirty_n; i++) if ((u64)p >= dirty[2 * i] && (u64)p < dirty[2 * i + 1]) fail((u64)p, place, "read before pdl_wait, though the kernel before may still be writing it");
+  }
+}
+#define HOOK(N) \
+  extern "C" SHOWN void __tsan_read##N(void* p) { touch((char*)p, N, false, PLACE); } extern "C" SHOWN void __tsan_write##N(void* p) { touch((char*)p, N, true, PLACE); } \
+  extern "C" SHOWN void __tsan_unaligned_read##N(void* p) { touch((char*)p, N, false, PLACE); } extern "C" SHOWN void __tsan_unaligned_write##N(void* p) { touch((char*)p, N, true, PLACE); } \
+  extern "C" SHOWN void __tsan_volatile_read##N(void* p) { touch((char*)p, N, false, PLACE); } extern "C" SHOWN void __tsan_volatile_write##N(void* p) { touch((char*)p, N, true, PLACE); }
+HOOK(1) HOOK(2) HOOK(4) HOOK(8) HOOK(16)
+extern "C" SHOWN void __tsan_read_range(void* p, size_t n) { touch((char*)p, n, false, PLACE); }
+extern "C" SHOWN void __tsan_write_range(void* p, size_t n) { touch((char*)p, n, true, PLACE); }
+extern "C" SHOWN void __tsan_init() {}
+extern "C" SHOWN void __tsan_func_entry(void*) {}
+extern "C" SHOWN void __tsan_func_exit() {}
+
 // Asynchronous copies: garbage until they are waited for, and read only then
 static void check_copy(u32 to, const void* from, u32 n, u32 bytes, u64 place) {
   report->size = bytes;
   if (bytes && ((const char*)from < arena || (const char*)from + bytes > arena_end)) fail((u64)from, place, "@");
   if ((u64)from & ((n < 16 ? n : 16) - 1)) fail((u64)from, place, "misaligned: a copy of %d bytes", n);
-  if (current->early) for (int i = 0; i < dirty_n; i++) if ((u64)from >= dirty[2 * i] && (u64)from < dirty[2 * i + 1])
+  if (early) for (int i = 0; i < dirty_n; i++) if ((u64)from >= dirty[2 * i] && (u64)from < dirty[2 * i + 1])
     fail((u64)from, place, "read before pdl_wait, though the kernel before may still be writing it");
   volatile char sink = 0; for (u32 i = 0; i < bytes; i += 4096) sink = ((const char*)from)[i];
   if (bytes) sink = ((const char*)from)[bytes - 1];
   (void)sink;
   memset(shared_at(to, n, place), 0xff, n);
+  touch_shared(to - 1024, n, true, place);
 }
 void copy(u32 to, const void* from, u32 n, u32 bytes) {
   if (bytes > n) fail(0, PLACE, "a copy of %d bytes into %d", bytes, n);
@@ -285,7 +343,7 @@ void copy_wait(int n) { finish_copies(current, n); }
 
 // A barrier in shared memory: count and arrivals missing, bytes missing, phase
 struct Barrier { u16 count, missing; int bytes : 31; u32 phase : 1; };
-static void barrier_check(Barrier* b) { if (!b->missing && !b->bytes) { b->phase ^= 1; b->missing = b->count; progress++; } }
+static void barrier_check(Barrier* b) { if (!b->missing && !b->bytes) { b->phase ^= 1; b->missing = b->count; progress++; epoch++; } }
 void barrier_init(u32 a, u32 count) { Barrier* b = (Barrier*)shared_at(a, 8, PLACE); *b = {(u16)count, (u16)count, 0, 0}; }
 void barrier_arrive(u32 a, u32 bytes) {
   Barrier* b = (Barrier*)shared_at(a, 8, PLACE);
@@ -298,7 +356,7 @@ void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   u32 last = to + bytes;
   check_copy(to, from, 16, 16, PLACE);
   check_copy(last - 16, (const char*)from + bytes - 16, 16, 16, PLACE);
-  memset(shared_at(to, 16, PLACE), 0xff, bytes);
+  memset(shared_at(to, 16, PLACE), 0xff, bytes); touch_shared(to - 1024, bytes, true, PLACE);
   bulks.push_back({barrier, {to, from, bytes, bytes, 0}});
   progress++;
 }
@@ -340,6 +398,8 @@ u16 half_fma(u16 a, u16 b, u16 c) {
 }
 }
 
+static void touched(u32 shared, u32 n, bool writes) { emu::touch_shared(shared - 1024, n, writes, (u64)current->place); }
+
 // ---------------------------------------------------------------- tensor cores
 template <class T, class S, int HALVES, class Get> static void multiply(Warp& w, u64* v, Get get) {
   constexpr int PER = sizeof(S) == 1 ? 4 : 2, K = HALVES * PER * 4;
@@ -379,7 +439,10 @@ static void ldmatrix_all(Warp& w, u64* v) {
   auto& first = *(emu::LdmatrixArgs*)v[0];
   for (int m = 0; m < first.n; m++) {
     const u16* row[8];
-    for (int i = 0; i < 8; i++) row[i] = (const u16*)emu::shared_at(((emu::LdmatrixArgs*)v[8 * m + i])->p, 16, (u64)current->place);
+    for (int i = 0; i < 8; i++) {
+      u32 p = ((emu::LdmatrixArgs*)v[8 * m + i])->p;
+      row[i] = (const u16*)emu::shared_at(p, 16, (u64)current->place); touched(p, 16, false);
+    }
     for (int lane = 0; lane < 32; lane++) {
       int g = lane >> 2, t = lane & 3;
       ((emu::LdmatrixArgs*)v[lane])->r[m] = first.trans ? row[2 * t][g] | (u32)row[2 * t + 1][g] << 16 : row[g][2 * t] | (u32)row[g][2 * t + 1] << 16;
@@ -388,11 +451,12 @@ static void ldmatrix_all(Warp& w, u64* v) {
 }
 
 // ---------------------------------------------------------------- what the processor catches
-static struct sigaction before[5];
-static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP};
+constexpr int CAUGHT = 6;
+static struct sigaction before[CAUGHT];
+static const int LATE = SIGRTMAX - 4, SIGNALS[CAUGHT] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, LATE};
 static void on_signal(int sig, siginfo_t* info, void* context) {
   if (!running || !pthread_equal(pthread_self(), runner)) {     // none of ours: as if the emulator were not here
-    for (int i = 0; i < 5; i++) if (SIGNALS[i] == sig) sigaction(sig, &before[i], 0);
+    if (sig != LATE) for (int i = 0; i < CAUGHT; i++) if (SIGNALS[i] == sig) sigaction(sig, &before[i], 0);
     return;
   }
   u64 place = 0; const char* how = "@";
@@ -404,6 +468,7 @@ static void on_signal(int sig, siginfo_t* info, void* context) {
   place = ((ucontext_t*)context)->uc_mcontext.pc;
 #endif
   u64 address = (u64)info->si_addr;
+  if (sig == LATE) fail(0, place, "does not come to an end");
   if (sig == SIGFPE) fail(0, place, "an integer is divided by zero");
   if (sig == SIGILL || sig == SIGTRAP) fail(0, place, "an address that is not a multiple of the type's size, or an index past the end of an array");
   if (stacks && address >= (u64)stacks - BELOW && address < (u64)stacks + 1024 * STACK) fail(0, place, "too much memory in local variables: the emulator has %d KB a thread", (int)(STACK >> 10));
@@ -479,6 +544,7 @@ static void run_block(u64 seed) {
     warps[i >> 5].lane[i & 31] = &t; warps[i >> 5].exist |= 1u << (i & 31); warps[i >> 5].ready = warps[i >> 5].exist;
   }
   for (auto& b : named) { b.arrived = 0; b.waiting.clear(); }
+  epoch++;
   bulks.clear(); barrier.waiting = barrier.round = 0; barrier.threads.clear();
   memset(static_begin, 0xff, static_end - static_begin); memset(dynamic, 0xff, room + page + SHARED_ROOM - dynamic);
   int n = (total + 31) / 32, first = seed % n, idle = 0;
@@ -510,7 +576,7 @@ static void run_block(u64 seed) {
   for (char* p = dynamic + dynamic_bytes; p < room + page + SHARED_ROOM; p++) if (*p != (char)0xff) fail(0, 0, "shared memory was written past the end of the block's %d bytes", (int)dynamic_bytes);
 }
 // 0, or 1 and the report is filled
-extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, const u32* grid, const u32* block, u32 shared, u64 seed, int dependent, char* begin, char* end,
+extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, const u32* grid, const u32* block, u32 shared, u64 seed, double seconds, int dependent, char* begin, char* end,
                                      const u64* written, int written_n, Report* out) {
   static char* alternate = (char*)malloc(1 << 16);
   entry = kernel; params = arguments; report = out; pdl = dependent; triggered = false; dirty = written; dirty_n = written_n; static_begin = begin; static_end = end;
@@ -522,7 +588,12 @@ extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, c
   stack_t stack = {}, old_stack; stack.ss_sp = alternate; stack.ss_size = 1 << 16;
   sigaltstack(&stack, &old_stack);
   struct sigaction action = {}; action.sa_sigaction = on_signal; action.sa_flags = SA_SIGINFO | SA_ONSTACK; sigemptyset(&action.sa_mask);
-  for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &action, &before[i]);
+  for (int i = 0; i < CAUGHT; i++) sigaction(SIGNALS[i], &action, &before[i]);
+  struct sigevent event = {}; timer_t timer = 0; struct itimerspec limit = {};
+  event.sigev_notify = SIGEV_THREAD_ID; event.sigev_signo = LATE; event._sigev_un._tid = syscall(SYS_gettid);
+  limit.it_value = {(time_t)seconds, (long)((seconds - (time_t)seconds) * 1e9)};
+  bool timed = seconds > 0 && !timer_create(CLOCK_MONOTONIC, &event, &timer);
+  if (timed) timer_settime(timer, 0, &limit, 0);
   runner = pthread_self(); current = &home; running = true;
   int failed = sigsetjmp(back, 1);
   if (!failed) {
@@ -536,7 +607,8 @@ extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, c
     }
   }
   running = false; current = &home; emu::early = false;
-  for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &before[i], 0);
+  if (timed) timer_delete(timer);
+  for (int i = 0; i < CAUGHT; i++) sigaction(SIGNALS[i], &before[i], 0);
   sigaltstack(&old_stack, 0);
   out->triggered = triggered;
   return failed;

@@ -62,10 +62,20 @@ template <class F> __device__ __forceinline__ float dot_group(const F& f, const 
     return sum;
   }
 }
+// Lane c * R + r of a row's first warp stores row `row` + r, column `col` + c of the product. What is added there is asked for before the sums over the warps, and is there after them
+struct Place { bool on; size_t at; float bias, x; };
+template <int C, int R> __device__ __forceinline__ Place place_of(const Sum& sum, int n, int m, int row, int col, int part) {
+  int lane = threadIdx.x & 31, r = row + lane % R, c = col + lane / R;
+  Place p{!part && lane < C * R && r < n && c < m, (size_t)c * n + r, 0.f, 0.f};
+  if (p.on && sum.bias) p.bias = loadf(sum.bias + r);
+  if (p.on && sum.x) p.x = loadf(sum.x + p.at);
+  return p;
+}
 // Sums over the warps of a row and stores. part of split, R rows and C columns in acc; red has room for warps * R * C floats
 template <int C, int R>
-__device__ __forceinline__ void finish_rows(float (&acc)[C][R], float* red, float* y, int n, int m, int row, int col, int part, int split, float unit) {
+__device__ __forceinline__ void finish_rows(float (&acc)[C][R], float* red, float* y, const Sum& sum, const Place& place, int part, int split, float unit) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  float v = 0;
 #pragma unroll
   for (int c = 0; c < C; c++)
 #pragma unroll
@@ -76,19 +86,18 @@ __device__ __forceinline__ void finish_rows(float (&acc)[C][R], float* red, floa
       for (int e = 0; e < C * R; e++) red[warp * C * R + e] = acc[e / R][e % R];
     __syncthreads();
     if (part || lane >= C * R) return;
-    float v = 0;
     for (int p = 0; p < split; p++) v += red[(warp + p) * C * R + lane];
-    if (row + lane % R < n && col + lane / R < m) y[(size_t)(col + lane / R) * n + row + lane % R] = unit * v;
   } else {
 #pragma unroll
-    for (int e = 0; e < C * R; e++) if (lane == e && row + e % R < n && col + e / R < m) y[(size_t)(col + e / R) * n + row + e % R] = unit * acc[e / R][e % R];
+    for (int e = 0; e < C * R; e++) if (lane == e) v = acc[e / R][e % R];
   }
+  if (place.on) y[place.at] = sum(unit * v, place.bias, place.x);
 }
 // y [m][n]; `split` warps share R rows, C columns at a time (grid y); U groups of each row are in flight before anything is used.
 // Past the end of a row a lane reads group 0 again, with activations of scale 0: cheaper than a branch. B blocks of 256 threads share a multiprocessor's registers.
 template <class F, int C, int R, int U, int B>
 __global__ __launch_bounds__(256, B) void gemv(const void* q, const void* h, const void* s, const void* d, const uint4* xq, const float* xd, const float* xs,
-                                            float* y, int n, int m, int groups, int rows, int split) {
+                                            float* y, const float* bias, const float* add, float scale, int n, int m, int groups, int rows, int split) {
   extern __shared__ float red[];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % split, t = lane & 3, col = blockIdx.y * C;
   Matrix w = matrix<F>(q, h, s, d, t);
@@ -114,13 +123,95 @@ __global__ __launch_bounds__(256, B) void gemv(const void* q, const void* h, con
       }
   }
   pdl_wait();
-  finish_rows<C, R>(acc, red, y, n, m, row, col, part, split, F::UNIT);
+  Sum sum{bias, add, scale};
+  finish_rows<C, R>(acc, red, y, sum, place_of<C, R>(sum, n, m, row, col, part), part, split, F::UNIT);
+}
+
+// ---------------------------------------------------------------- one row, prepared by every block
+// 256 columns of a warp, two quads of a lane; k is a multiple of 32
+__device__ __forceinline__ void load_unit(float (&v)[2][4], const float* p, int unit, int k) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) { int c = unit * 256 + h * 128 + (threadIdx.x & 31) * 4; load_quad(v[h], p + c, k - c, true); }
+}
+// x, or the RMS norm of x with weights w, or act(x) * up (act(x) where up is null): quantised, one row. The sums are those of the kernels `norm<2>` and `gated` in ops.cu, in their order.
+// early: the weights of this warp's first unit, which no kernel writes. red has room for 32 floats
+template <bool SUPER>
+__device__ __forceinline__ void prepare_row(const float* x, const float* up, const float* w, const float (&early)[2][4], float eps, int act, const Planes& to, float* red, int k, int groups) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, units = (groups + 1) / 2;
+  float v[2][4], r = 1;
+  if (w) {
+    for (int unit = warp; unit < units; unit += warps) {
+      float sum = 0;
+      load_unit(v, x, unit, k);
+#pragma unroll
+      for (int e = 0; e < 8; e++) sum = fmaf(v[e >> 2][e & 3], v[e >> 2][e & 3], sum);
+      sum = warp_sum(sum);
+      if (lane == 0) red[unit] = sum;
+    }
+    __syncthreads();
+    r = 1.f / sqrtf(warp_sum(lane < units ? red[lane] : 0.f) / (float)k + eps);
+  }
+  for (int unit = warp; unit < units; unit += warps) {
+    float f[2][4];
+    if (!w || units > warps) load_unit(v, x, unit, k);
+    if (w && unit > warp) load_unit(f, w, unit, k);
+    if (up) load_unit(f, up, unit, k);
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      float &a = v[e >> 2][e & 3], b = f[e >> 2][e & 3];
+      if (w) a = fmaf(__fmul_rn(a, r), unit > warp ? b : early[e >> 2][e & 3], 0.f);
+      else if (act >= 0) a = unit * 256 + (e >> 2) * 128 + lane * 4 + (e & 3) < k ? act_of(a, act) * (up ? b : 1.f) : 0.f;
+    }
+    if constexpr (SUPER) store_quantized(v, {}, to, unit, 0, k, 1); else store_quantized(v, to, {}, unit, 0, k, 1);
+  }
+  __syncthreads();
+}
+template <class F> __device__ __forceinline__ Col<F> own_col(const Planes& row, int g, int t, bool on) {
+  Col<F> c; u32 q = shared_address(row.q) + code_at(g, 0, 0, t, 1) * 16;
+  c.c[0] = shared16(q); c.c[1] = shared16(q + 64);
+  if constexpr (F::SUPER) c.d.x = __uint_as_float(shared4(shared_address(row.d + (g >> 1))));
+  else { uint4 d = shared16(shared_address(row.d + g * 4)); c.d = make_float4(__uint_as_float(d.x), __uint_as_float(d.y), __uint_as_float(d.z), __uint_as_float(d.w)); }
+  if constexpr (F::MIN) c.sum = __uint_as_float(shared4(shared_address(row.s + g * 4 + t)));
+  if (!on) { c.d = make_float4(0, 0, 0, 0); c.sum = 0; }
+  return c;
+}
+// y [n] = W x for one row that every block prepares for itself (prepare_row), while its weights are on their way: those of all groups, if `split` warps of 8 groups each have a row
+template <class F, int R>
+__global__ __launch_bounds__(256, 2) void gemv_own(const void* q, const void* h, const void* s, const void* d, const float* x, const float* up, const float* norm, float eps, int act,
+                                                   float* y, const float* bias, const float* add, float scale, int n, int k, int groups, int split) {
+  extern __shared__ __align__(16) float red[];    // the row: codes, scales, sums; then a float of each warp and row of W, and 32 for the norm
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, part = warp % split, t = lane & 3, row = (blockIdx.x * (warps / split) + warp / split) * R, g = part * 8 + (lane >> 2);
+  Planes own{(u32*)red, red + groups * 32, red + groups * 36, nullptr};
+  float *sums = red + groups * 40, acc[1][R] = {}, early[2][4];
+  Matrix w = matrix<F>(q, h, s, d, t);
+  u32 first = min(row, (n + 31) / 32 * 32 - R) * groups;
+  Sum sum{bias, add, scale};
+  F f[R];
+  pdl_trigger();
+#pragma unroll
+  for (int r = 0; r < R; r++) f[r] = load<F>(w, first + r * groups + (g < groups ? g : 0));
+  if (norm && warp < (groups + 1) / 2) load_unit(early, norm, warp, k);
+  pdl_wait();
+  Place place = place_of<1, R>(sum, n, 1, row, 0, part);
+  prepare_row<F::SUPER>(x, up, norm, early, eps, act, own, sums + warps * R, k, groups);
+  for (;;) {
+    int on = g < groups;
+    Col<F> c = own_col<F>(own, on ? g : 0, t, on);
+#pragma unroll
+    for (int r = 0; r < R; r++) acc[0][r] += dot_group<F>(f[r], c, on ? g & 1 : 0, t);
+    g += 8 * split;
+    if (g - (lane >> 2) >= groups) break;
+#pragma unroll
+    for (int r = 0; r < R; r++) f[r] = load<F>(w, first + r * groups + (g < groups ? g : 0));
+  }
+  finish_rows<1, R>(acc, sums, y, sum, place, part, split, F::UNIT);
 }
 
 // ---------------------------------------------------------------- float32 activations
-// x [m][groups * 128] float32: the exact mode of the same weights
+// x [m][k] float32: the exact mode of the same weights
 template <class F, int C>
-__global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* h, const void* s, const void* d, const float* x, float* y, int n, int m, int groups) {
+__global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* h, const void* s, const void* d, const float* x, float* y, const float* bias, const float* add, float scale,
+                                                  int n, int m, int k, int groups) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, col = blockIdx.y * C, row = blockIdx.x * (blockDim.x >> 5) + warp;
   Matrix w = matrix<F>(q, h, s, d, t);
   float acc[C][1] = {};
@@ -130,6 +221,7 @@ __global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* 
     F f = load<F>(w, min(row, n - 1) * groups + g);
 #pragma unroll
     for (int b = 0; b < 4; b++) {
+      if (g * 128 + b * 32 >= k) break;
       int lo, hi; f.codes(b, lo, hi);
       float s0, s1, mn = 0;
       if constexpr (!F::SUPER) { s0 = s1 = f.scale(b) * F::UNIT; mn = f.min(b); }
@@ -137,7 +229,7 @@ __global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* 
       else { s0 = f.d() * (float)f.scale_lo(b) * F::UNIT; s1 = f.d() * (float)f.scale_hi(b) * F::UNIT; }
 #pragma unroll
       for (int c = 0; c < C; c++) {
-        const float* p = x + ((size_t)min(col + c, m - 1) * groups + g) * 128 + b * 32 + t * 4;
+        const float* p = x + (size_t)min(col + c, m - 1) * k + g * 128 + b * 32 + t * 4;
         float4 a = loadf4(p), e = loadf4(p + 16);
         acc[c][0] += s0 * (a.x * sbyte(lo, 0) + a.y * sbyte(lo, 1) + a.z * sbyte(lo, 2) + a.w * sbyte(lo, 3));
         acc[c][0] += s1 * (e.x * sbyte(hi, 0) + e.y * sbyte(hi, 1) + e.z * sbyte(hi, 2) + e.w * sbyte(hi, 3));
@@ -145,13 +237,14 @@ __global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* 
       }
     }
   }
-  finish_rows<C, 1>(acc, nullptr, y, n, m, row, col, 0, 1, 1.f);
+  Sum sum{bias, add, scale};
+  finish_rows<C, 1>(acc, nullptr, y, sum, place_of<C, 1>(sum, n, m, row, col, 0), 0, 1, 1.f);
 }
 struct F16 { static __device__ float lo(u32 v) { return half_float(v & 0xffff); } static __device__ float hi(u32 v) { return half_float(v >> 16); } };
 struct BF16 { static __device__ float lo(u32 v) { return __uint_as_float(v << 16); } static __device__ float hi(u32 v) { return __uint_as_float(v & 0xffff0000); } };
-// W [n][8 * units] of 16 bits, x [m][8 * units] float32; `split` warps share R rows, C columns at a time (grid y), U loads of each row in flight
+// W [n][8 * units] of 16 bits, x [m][k] float32; `split` warps share R rows, C columns at a time (grid y), U loads of each row in flight
 template <class T, int C, int R, int U>
-__global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float* x, float* y, int n, int m, int units, int split) {
+__global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float* x, float* y, const float* bias, const float* add, float scale, int n, int m, int k, int units, int split) {
   extern __shared__ float red[];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % split, col = blockIdx.y * C;
   int row = (blockIdx.x * ((blockDim.x >> 5) / split) + warp / split) * R, step = 32 * split;
@@ -170,18 +263,20 @@ __global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float*
       if (base + u * step < units)
 #pragma unroll
         for (int c = 0; c < C; c++) {
-          const float* p = x + ((size_t)min(col + c, m - 1) * units + base + u * step) * 8;
-          float4 a = loadf4(p), e = loadf4(p + 4);
+          int at = (base + u * step) * 8; float a[4], e[4];
+          const float* p = x + (size_t)min(col + c, m - 1) * k + at;
+          load_quad(a, p, k - at, k % 4 == 0); load_quad(e, p + 4, k - at - 4, k % 4 == 0);
 #pragma unroll
           for (int r = 0; r < R; r++) {
             uint4 q = v[u][r];
-            acc[c][r] += T::lo(q.x) * a.x + T::hi(q.x) * a.y + T::lo(q.y) * a.z + T::hi(q.y) * a.w;
-            acc[c][r] += T::lo(q.z) * e.x + T::hi(q.z) * e.y + T::lo(q.w) * e.z + T::hi(q.w) * e.w;
+            acc[c][r] += T::lo(q.x) * a[0] + T::hi(q.x) * a[1] + T::lo(q.y) * a[2] + T::hi(q.y) * a[3];
+            acc[c][r] += T::lo(q.z) * e[0] + T::hi(q.z) * e[1] + T::lo(q.w) * e[2] + T::hi(q.w) * e[3];
           }
         }
   }
   pdl_wait();
-  finish_rows<C, R>(acc, red, y, n, m, row, col, part, split, 1.f);
+  Sum sum{bias, add, scale};
+  finish_rows<C, R>(acc, red, y, sum, place_of<C, R>(sum, n, m, row, col, part), part, split, 1.f);
 }
 
 // ---------------------------------------------------------------- tensor cores
@@ -272,7 +367,7 @@ __device__ __forceinline__ void mma_group(float (&acc)[NT][4], const F& a, const
 // one group of a tile) and keeps all but one of them on their way, across the tiles.
 template <class F, int NT, int MT>
 __global__ __launch_bounds__(NT == 1 ? 512 : 256, F::SUPER && F::MIN && NT > 1 && NT * MT <= 4 ? 2 : 1) void gemm_mma(const void* q, const void* h, const void* s, const void* d, const uint4* xq, const float* xd, const float* xs,
-                                                                   const u32* xm, float* y, int n, int m, int groups) {
+                                                                   const u32* xm, float* y, const float* bias, const float* add, float scale, int n, int m, int groups) {
 #if __CUDA_ARCH__ >= 800
   constexpr int C = NT * 8, R = 16 * MT, PITCH = R + 4, STEP = MT * SLOT<F>, DEPTH = 4;           // PITCH: a warp's writes of a pair of columns fall into different banks
   extern __shared__ __align__(16) float red[];    // [2][warps][C][PITCH], then the rings [warps][DEPTH][MT] slots
@@ -318,7 +413,8 @@ __global__ __launch_bounds__(NT == 1 ? 512 : 256, F::SUPER && F::MIN && NT > 1 &
     for (int e = threadIdx.x; e < R * C; e += blockDim.x) {
       int r = e % R, c = e / R; float v = 0;
       for (int p = 0; p < warps; p++) v += red[((side * warps + p) * C + c) * PITCH + r];
-      if (tile * R + r < n && c < m) y[(size_t)c * n + tile * R + r] = F::UNIT * v;
+      size_t at = (size_t)c * n + tile * R + r;
+      if (tile * R + r < n && c < m) y[at] = Sum{bias, add, scale}(F::UNIT * v, at, tile * R + r);
     }
     side ^= 1;
   }

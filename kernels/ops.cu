@@ -3,24 +3,12 @@
 // A row's result depends on nothing but the row: sums over it run in an order that its width fixes.
 #include "acts.cuh"
 #include "formats.cuh"
+#include "heads.cuh"
 
-__device__ __forceinline__ void load_quad(float (&v)[4], const float* p, int left, bool whole) {
-  if (whole && left > 0) { float4 f = loadf4(p); v[0] = f.x; v[1] = f.y; v[2] = f.z; v[3] = f.w; return; }
-#pragma unroll
-  for (int e = 0; e < 4; e++) v[e] = e < left ? loadf(p + e) : 0.f;
-}
 __device__ __forceinline__ void store_quad(float* p, const float (&v)[4], int left, bool whole) {
   if (whole && left > 0) { *(float4*)p = make_float4(v[0], v[1], v[2], v[3]); return; }
 #pragma unroll
   for (int e = 0; e < 4; e++) if (e < left) p[e] = v[e];
-}
-// 256 columns in a warp: two quads of a lane, 128 apart. Stored as one block of Q8_K, as eight of Q8_1, both or neither
-__device__ __forceinline__ void store_quantized(const float (*v)[4], const Planes& a, const Planes& b, int pair, int row, int width, int part) {
-  int groups = (width + 127) / 128;
-  if (a.q)
-#pragma unroll
-    for (int h = 0; h < 2; h++) if (2 * pair + h < groups) store_acts<false>(v + h, a, 2 * pair + h, row, groups, part);
-  if (b.q && 2 * pair + 1 < groups) store_acts<true>(v, b, pair, row, groups, part);
 }
 
 // ---------------------------------------------------------------- embedding
@@ -148,63 +136,21 @@ __global__ __launch_bounds__(V > 4 ? 768 : 1024) void norm(float* out, float* x,
 }
 
 // ---------------------------------------------------------------- heads
-// A warp has a head of a row of q or k: the norm of it where there are weights, then its first `dim` values turned by the angles of the row's position, half layout.
-// Pair p is columns p and p + dim/2, or two neighbours behind dim; a lane has four pairs at a time, 32 apart. Output and input may be the same memory
-__global__ __launch_bounds__(128) void heads(float* q_out, const float* q, float* k_out, const float* k, const u32* positions, const float* table, const float* q_norm, const float* k_norm,
+// A warp has a head of a row of q or k. Output and input may be the same memory
+__global__ __launch_bounds__(128) void heads(float* q_out, const float* q, float* k_out, const float* k, const int* positions, const float* table, const float* q_norm, const float* k_norm,
                                              float eps, int n_head, int n_head_k, int head_dim, int dim, int pqo, int pq, int pko, int pk) {
-  int lane = threadIdx.x & 31, head = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = blockIdx.y, half = dim / 2, pairs = (head_dim + 1) / 2;
+  int head = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = blockIdx.y;
   bool is_k = head >= n_head, on = head < n_head + n_head_k;
-  const float *w = is_k ? k_norm : q_norm, *from = is_k ? k + (size_t)row * pk + (head - n_head) * head_dim : q + (size_t)row * pq + head * head_dim, *cosines = nullptr;
-  float* to = is_k ? k_out + (size_t)row * pko + (head - n_head) * head_dim : q_out + (size_t)row * pqo + head * head_dim;
-  float a[4], b[4], c[4], s[4], wa[4], wb[4], r = 1;
-  auto first = [&](int p) { return p < half ? p : 2 * p; };
-  auto second = [&](int p) { return p < half ? p + half : 2 * p + 1; };
-  auto two = [&](float (&x)[4], float (&y)[4], const float* v, int base) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int p = base + 32 * j;
-      x[j] = first(p) < head_dim ? loadf(v + first(p)) : 0.f; y[j] = second(p) < head_dim ? loadf(v + second(p)) : 0.f;
-    }
-  };
-  auto angles = [&](int base) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) { int p = base + 32 * j; c[j] = p < half ? loadf(cosines + p) : 1.f; s[j] = p < half ? loadf(cosines + half + p) : 0.f; }
-  };
   pdl_trigger();
-  if (on && w) two(wa, wb, w, lane);              // weights: before the wait
+  Head one;
+  if (on) one.begin(is_k ? k_norm : q_norm, positions, table, row, head_dim, dim);
   pdl_wait();
   if (!on) return;
-  if (dim) cosines = table + (size_t)load4(positions + row) * dim;
-  two(a, b, from, lane);
-  angles(lane);
-  if (w) {
-    float sum = 0;
-    for (int base = lane; base < pairs; base += 128) {
-      if (base > lane) two(a, b, from, base);
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum = fmaf(a[j], a[j], fmaf(b[j], b[j], sum));
-    }
-    r = 1.f / sqrtf(warp_sum(sum) / (float)head_dim + eps);
-    if (pairs > 128) two(a, b, from, lane);
-  }
-  for (int base = lane; base < pairs; base += 128) {
-    if (base > lane) { two(a, b, from, base); angles(base); if (w) two(wa, wb, w, base); }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int p = base + 32 * j;
-      float x = w ? __fmul_rn(a[j] * r, wa[j]) : a[j], y = w ? __fmul_rn(b[j] * r, wb[j]) : b[j];
-      if (first(p) < head_dim) to[first(p)] = p < half ? __fmul_rn(x, c[j]) - __fmul_rn(y, s[j]) : x;
-      if (second(p) < head_dim) to[second(p)] = p < half ? fmaf(x, s[j], __fmul_rn(y, c[j])) : y;
-    }
-  }
+  float* to = is_k ? k_out + (size_t)row * pko + (head - n_head) * head_dim : q_out + (size_t)row * pqo + head * head_dim;
+  one.turn(is_k ? k + (size_t)row * pk + (head - n_head) * head_dim : q + (size_t)row * pq + head * head_dim, eps, [&](int d, float x) { to[d] = x; });
 }
 
 // ---------------------------------------------------------------- activations
-__device__ __forceinline__ float act_of(float g, int act) {         // the index in ops.ACTS
-  if (act == 2) { float r = fmaxf(g, 0.f); return r * r; }
-  float z = act == 1 ? g * fmaf(g * g, 0.0713548163f, 1.5957691216f) : g;
-  return (act == 3 ? 1.f : g) / (1.f + expf(-z));
-}
 // act(gate) * up, or act(gate) where up is null, as float32, quantised, or both. A warp has 256 columns
 __global__ __launch_bounds__(128) void gated(float* out, const float* gate, const float* up, u32* q0, float* d0, float* s0, u32* q1, float* d1, float* s1, u32* m1,
                                              int act, int m, int width, int pg, int pu, int part, int whole) {

@@ -20,6 +20,8 @@ INLINE void pdl_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// A block that has nothing to do ends without waiting; at least one block of its grid has to wait, so that the kernel does not end before those in front of it
+INLINE void pdl_leave() {}
 
 // Weights: read once, so they need no place in L1. The "memory" clobber keeps the load where it is written, before the wait.
 INLINE uint4 stream16(const void* p) {
@@ -34,10 +36,16 @@ INLINE u32 load4(const void* p) { u32 v; asm volatile("ld.global.u32 %0, [%1];" 
 INLINE u16 load2(const void* p) { u16 v; asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory"); return v; }
 INLINE u8 load1(const void* p) { u32 v; asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return (u8)v; }
 
+// What this thread knows to be written, others see before what it writes next; what they wrote before what it has read, it sees. Weaker, and faster, than __threadfence
+INLINE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// The line of p, if it is one, to the cache that all multiprocessors share; nothing is read, so it may stand before the wait
+INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
+
 INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 INLINE uint4 shared16(u32 p) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory"); return v; }
 INLINE uint2 shared8(u32 p) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory"); return v; }
 INLINE u32 shared4(u32 p) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory"); return v; }
+INLINE u16 shared2(u32 p) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p) : "memory"); return v; }
 INLINE void store_shared16(u32 p, uint4 v) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 INLINE void store_shared8(u32 p, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(p), "r"(v.x), "r"(v.y) : "memory"); }
 INLINE void store_shared4(u32 p, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
@@ -117,6 +125,11 @@ template <int N> INLINE void copy(u32 to, const void* from) {
 }
 // 16 bytes, of which only the first `bytes` (0 to 16) are read and the rest are zeros
 INLINE void copy16_zero(u32 to, const void* from, u32 bytes) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory"); }
+// The same of N bytes, all or nothing: bytes is N or 0
+template <int N> INLINE void copy_zero(u32 to, const void* from, u32 bytes) {
+  if constexpr (N == 16) copy16_zero(to, from, bytes);
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(N), "r"(bytes) : "memory");
+}
 INLINE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> INLINE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 #endif
@@ -149,6 +162,7 @@ INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 // What a thread can do alone is done here; where a warp or block meets, and wherever memory is checked, emulated.cuh has the body (namespace emu)
 INLINE void pdl_trigger() { emu::thread_triggered(); }
 INLINE void pdl_wait() { emu::thread_waited(); }
+INLINE void pdl_leave() { emu::thread_waited(); }
 INLINE uint4 stream16(const void* p) { return *emu::global<uint4>(p); }
 INLINE uint4 load16(const void* p) { return *emu::global<uint4>(p); }
 INLINE uint2 load8(const void* p) { return *emu::global<uint2>(p); }
@@ -156,10 +170,13 @@ INLINE u32 load4(const void* p) { return *emu::global<u32>(p); }
 INLINE u16 load2(const void* p) { return *emu::global<u16>(p); }
 INLINE u8 load1(const void* p) { return *emu::global<u8>(p); }
 
+INLINE void prefetch(const void*) {}
+INLINE void fence() {}
 INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 INLINE uint4 shared16(u32 p) { return *emu::shared<uint4>(p); }
 INLINE uint2 shared8(u32 p) { return *emu::shared<uint2>(p); }
 INLINE u32 shared4(u32 p) { return *emu::shared<u32>(p); }
+INLINE u16 shared2(u32 p) { return *emu::shared<u16>(p); }
 INLINE void store_shared16(u32 p, uint4 v) { *emu::shared<uint4>(p) = v; }
 INLINE void store_shared8(u32 p, uint2 v) { *emu::shared<uint2>(p) = v; }
 INLINE void store_shared4(u32 p, u32 v) { *emu::shared<u32>(p) = v; }
@@ -200,6 +217,7 @@ INLINE void ldmatrix_x4_trans(u32 (&r)[4], u32 p) { emu::ldmatrix(r, 4, true, p)
 // The bytes land at the wait, not before: a kernel that reads too early reads garbage here too
 template <int N> INLINE void copy(u32 to, const void* from) { emu::copy(to, from, N, N); }
 INLINE void copy16_zero(u32 to, const void* from, u32 bytes) { emu::copy(to, from, 16, bytes); }
+template <int N> INLINE void copy_zero(u32 to, const void* from, u32 bytes) { emu::copy(to, from, N, bytes); }
 INLINE void copy_commit() { emu::copy_commit(); }
 template <int N> INLINE void copy_wait() { emu::copy_wait(N); }
 #endif
@@ -216,4 +234,46 @@ INLINE void barrier_wait(u32 barrier, u32 parity) { while (!barrier_try(barrier,
 INLINE void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) { emu::bulk_copy(to, from, bytes, barrier); }
 INLINE void fence_async() {}
 #endif
+#endif
+
+// While one of these lives, loads before pdl_wait are of bytes that no kernel of the step writes, though they lie in an array that one does write to
+struct Unwritten {
+#ifndef EMULATED
+  INLINE Unwritten() {}
+#else
+  bool was;
+  INLINE Unwritten() : was(emu::early) { emu::early = false; }
+  INLINE ~Unwritten() { emu::early = was; }
+#endif
+};
+
+// Tensor cores of sm_90a, a warpgroup (4 warps, the first a multiple of 4) at a time, while the threads go on: c += A B with A [64][16] in registers (warp w has rows 16w.., as A of
+// mma_16816), B [16][128] in shared memory, C [64][128] as 16 tiles of 8 columns, each as C of mma_16816. B is named by wgmma_matrix: matrices of 8 columns x 8 rows of k, 16 bytes a column,
+// the second eight of k `next_k` bytes further, the next 8 columns `next_columns` bytes further. Until wgmma_wait says so, nobody may touch c, change a's registers or overwrite B.
+#if defined(EMULATED) && __CUDA_ARCH__ == 900
+INLINE u64 wgmma_matrix(u32 address, u32 next_k, u32 next_columns) { return address | (u64)(next_k >> 4) << 32 | (u64)(next_columns >> 4) << 48; }
+INLINE void wgmma_fence() {}
+INLINE void wgmma_commit() {}
+template <int N> INLINE void wgmma_wait() {}
+template <bool BF> INLINE void wgmma(float (&c)[16][4], const u32 (&a)[4], u64 matrix) {
+  u32 own = (u32)matrix + lane_id() * 4, next_k = (matrix >> 32 & 0xffff) << 4, next_columns = (u32)(matrix >> 48) << 4;
+  for (int i = 0; i < 16; i++) {
+    u32 b0 = shared4(own + i * next_columns), b1 = shared4(own + i * next_columns + next_k);
+    if (BF) mma_16816_bf16(c[i], a[0], a[1], a[2], a[3], b0, b1); else mma_16816_f16(c[i], a[0], a[1], a[2], a[3], b0, b1);
+  }
+}
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+INLINE u64 wgmma_matrix(u32 address, u32 next_k, u32 next_columns) { return (u64)(address >> 4 & 0x3fff) | (u64)(next_k >> 4) << 16 | (u64)(next_columns >> 4) << 32; }
+INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }             // before the first, and after c or a's registers were changed
+INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }     // those so far are a group
+template <int N> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+#define C4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define WGMMA(T) \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+    "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " \
+    "{%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}" \
+    : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7), C4(8), C4(9), C4(10), C4(11), C4(12), C4(13), C4(14), C4(15) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix))
+template <bool BF> INLINE void wgmma(float (&c)[16][4], const u32 (&a)[4], u64 matrix) { if constexpr (BF) WGMMA("bf16"); else WGMMA("f16"); }
+#undef WGMMA
+#undef C4
 #endif

@@ -7,8 +7,8 @@ __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', '
            'explain', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph', 'bench_gpu',
            'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
-# %% ../nbs/11_cuda.ipynb #3e8bc9ca
-import functools, hashlib, importlib, json, os, re, tempfile, threading, time
+# %% ../nbs/11_cuda.ipynb #1ef796fd
+import contextlib, functools, hashlib, importlib, json, os, re, tempfile, threading, time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -62,7 +62,7 @@ def compile_kernel(
     path = _cache_path(source, name, arch, options)
     return _cached(path) or _keep(path, _compile(source, name, arch, options))
 
-# %% ../nbs/11_cuda.ipynb #6bc123fb
+# %% ../nbs/11_cuda.ipynb #e6c1d749
 def _compile(source: Source, name: str, arch: int, options: tuple) -> Compiled:
     nvrtc, start = _bindings("nvrtc"), time.perf_counter()
     text = f'#line 1 "{source.name}"\n{source.text}'
@@ -70,7 +70,7 @@ def _compile(source: Source, name: str, arch: int, options: tuple) -> Compiled:
     p = call(nvrtc.nvrtcCreateProgram, text.encode(), source.name.encode(), len(heads), [t.encode() for t in heads.values()], [h.encode() for h in heads])
     try:
         call(nvrtc.nvrtcAddNameExpression, p, name.encode())
-        flags = [f.encode() for f in (f"-arch=sm_{arch}", *OPTIONS, *options)]
+        flags = [f.encode() for f in (*([] if any(o.startswith("-arch") for o in options) else [f"-arch=sm_{arch}"]), *OPTIONS, *options)]
         failed = int(nvrtc.nvrtcCompileProgram(p, len(flags), flags)[0])
         log = _fetch(p, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace").rstrip("\0")
         if failed: raise CudaError(explain(source, name, arch, log))
@@ -159,7 +159,7 @@ def device() -> Device:
     try: return _device(cp.cuda.runtime.getDevice())
     except cp.cuda.runtime.CUDARuntimeError as e: raise CudaError(f"no GPU that can be used: {e}") from None
 
-# %% ../nbs/11_cuda.ipynb #79491e9d
+# %% ../nbs/11_cuda.ipynb #7588c954
 MODULES = {}                                          # file -> CudaModule: what the tests compile
 
 class CudaModule:
@@ -183,13 +183,13 @@ class CudaModule:
     def compile(self, arch: int, names=None, jobs: int = 4) -> dict[str, Compiled]:
         "Several kernels at once (default: all that the engine uses on this architecture)."
         names = list(self.names(arch) if names is None else names)
-        one = (lambda n: build_emulated(self.source, n, arch)) if emulated_arch() else (lambda n: compile_kernel(self.source, n, arch, self.options))
+        one = (lambda n: build_emulated(self.source, n, arch, self.options)) if emulated_arch() else (lambda n: compile_kernel(self.source, n, arch, self.options))
         with ThreadPoolExecutor(jobs) as pool: done = list(pool.map(one, names))
         return dict(zip(names, done))
 
 class Kernel:
     "One kernel of a module on the GPUs of this machine."
-    def __init__(self, module: CudaModule, name: str): self.module, self.name, self._loaded, self._lock = module, name, {}, threading.Lock()
+    def __init__(self, module: CudaModule, name: str): self.module, self.name, self._loaded, self._allowed, self._lock = module, name, {}, {}, threading.Lock()
 
     def __repr__(self): return f"Kernel({self.module.source.name}: {self.name})"
 
@@ -199,12 +199,20 @@ class Kernel:
         d = device()
         key = d.index, d.arch
         with self._lock:
-            if key not in self._loaded: self._loaded[key] = EmulatedKernel(self.module.source, self.name, d.arch) if emulated_arch() else self._load(d.arch)
+            if key not in self._loaded: self._loaded[key] = EmulatedKernel(self.module.source, self.name, d.arch, self.module.options) if emulated_arch() else self._load(d.arch)
         return self._loaded[key]
 
     def _load(self, arch: int):
         driver, c = _bindings("driver"), compile_kernel(self.module.source, self.name, arch, self.module.options)
         return call(driver.cuModuleGetFunction, call(driver.cuModuleLoadData, c.cubin), c.symbol.encode())
+
+    def allow(self, shared: int) -> None:
+        "Let launches have so many bytes of dynamic shared memory. The permission is the function's and not the launch's, so it only ever grows"
+        driver, function = _bindings("driver"), self.function
+        with self._lock:
+            if shared <= max(40*1024, self._allowed.get(int(function), 0)): return                             # with static arrays, 40 KB are perhaps past the 48 that need no permission
+            call(driver.cuFuncSetAttribute, function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+            self._allowed[int(function)] = shared
 
     def occupancy(self, threads: int, shared: int = 0) -> int:
         "Blocks of this many threads that fit on one multiprocessor (emulated: registers do not count)."
@@ -222,7 +230,7 @@ class Kernel:
         "Launch once; for more than once, keep a Launch."
         Launch(self, grid, block, args, **kw)()
 
-# %% ../nbs/11_cuda.ipynb #6d4d3a27
+# %% ../nbs/11_cuda.ipynb #c9c4edd9
 def _slot(a) -> bytes:
     "An argument as the kernel's parameter: 8 bytes at most."
     if hasattr(a, "data") and hasattr(a.data, "ptr"): return np.uint64(a.data.ptr).tobytes()               # a CuPy array: its address
@@ -253,8 +261,7 @@ class Launch:
         if driver is None: self.function.check(*self._shape(), shared, args); return
         c.attrs = _attributes(driver, pdl, cooperative)
         c.numAttrs = len(c.attrs)
-        if shared > 48*1024:
-            call(driver.cuFuncSetAttribute, self.function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        kernel.allow(shared)
         self.params, self._start, self._stream = int(self.addresses.ctypes.data) if args else 0, driver.cuLaunchKernelEx, None
 
     def _shape(self):
@@ -287,17 +294,20 @@ def _attributes(driver, pdl: bool, cooperative: bool) -> list:
         out.append(a)
     return out
 
-# %% ../nbs/11_cuda.ipynb #727c3756
+# %% ../nbs/11_cuda.ipynb #0dfcd845
 class Graph:
     "What `record` launches, captured once and replayed by calling."
-    def __init__(self, record: Callable):
+    def __init__(self, record: Callable, stream=None):                     # stream: where it will run; None: one of its own
         cp = cupy()
-        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.stream = stream or cp.cuda.Stream(non_blocking=True)
         cp.cuda.get_current_stream().synchronize()                         # what fills the arrays runs on another stream
         with self.stream:
             self.stream.begin_capture()
             try: record()
-            finally: self.graph = self.stream.end_capture()
+            except BaseException:
+                with contextlib.suppress(cp.cuda.runtime.CUDARuntimeError): self.stream.end_capture()         # what went wrong is the first error, not this one
+                raise
+            self.graph = self.stream.end_capture()
         self.keep = record                                                 # and with it the arrays
 
     def __call__(self):

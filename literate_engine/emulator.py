@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INCLUDE', 'SHARED', 'FLAGS', 'KERNEL_FLAGS', 'EXTERN_SHARED', 'ALLOCATED', 'UNSURE', 'RECORDING', 'KINDS',
            'CudaError', 'kernels_dir', 'Source', 'show_kernel', 'emulated_arch', 'host_compiler', 'build_emulated',
-           'device_memory', 'Array', 'empty', 'EmulatedCupy', 'emulated_cupy', 'EmulatedKernel', 'prebuild']
+           'device_memory', 'Array', 'empty', 'EmulatedCupy', 'emulated_cupy', 'EmulatedKernel']
 
 # %% ../nbs/10_emulator.ipynb #785dc9c5
 import contextlib, ctypes, functools, hashlib, os, re, shutil, subprocess, sys, tempfile, threading, time, weakref
@@ -74,7 +74,7 @@ class _Code(str):
     "Text that a notebook shows as Markdown."
     def _repr_markdown_(self): return str(self)
 
-# %% ../nbs/10_emulator.ipynb #5c20d990
+# %% ../nbs/10_emulator.ipynb #5efbd1b0
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}     # KB of shared memory that one block may have
 
 def emulated_arch() -> int | None:
@@ -92,33 +92,36 @@ def host_compiler() -> str:
         if name and (path := shutil.which(name)): return path
     raise CudaError("the emulator needs a C++ compiler: install g++ or clang++, or set CXX")
 
-FLAGS = ("-shared", "-fPIC", "-std=c++17", "-w", "-fvisibility=hidden", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-U_FORTIFY_SOURCE")
-KERNEL_FLAGS = ("-O1", "-g1", "-fno-exceptions", "-nostartfiles", "-DEMULATED", "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
+# %% ../nbs/10_emulator.ipynb #cb2ae8f0
+FLAGS = ("-fPIC", "-std=c++17", "-w", "-fvisibility=hidden", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-U_FORTIFY_SOURCE")
+KERNEL_FLAGS = ("-O1", "-g1", "-fno-exceptions", "-DEMULATED", "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error", "-fsanitize=thread")
 EXTERN_SHARED = re.compile(r"extern\s+(?:__shared__\s+)?(?:__align__\(\d+\)\s+)?(?:__shared__\s+)?(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 
-def _build(files: dict[str, str], flags: tuple) -> Path:
+def _build(files: dict[str, str], flags: tuple, link: tuple = ()) -> Path:
     "A library of these texts (the first is compiled, the others are its headers), made once and kept on disk."
-    key = hashlib.sha256(repr((files, flags, host_compiler(), _compiler_version())).encode()).hexdigest()
+    key = hashlib.sha256(repr((files, flags, link, host_compiler(), _compiler_version())).encode()).hexdigest()
     path = cache_dir() / "emulator" / key[:2] / f"{key[2:34]}.so"
     if path.exists(): return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         for name, text in files.items(): (Path(folder) / name).write_text(text, "utf-8")
-        done = subprocess.run([host_compiler(), *flags, next(iter(files)), "-o", "out.so", "-lm"], cwd=folder, capture_output=True, text=True)
-        if done.returncode: raise CudaError(done.stderr)
+        for step in ([*flags, "-c", next(iter(files)), "-o", "out.o"], ["-shared", *link, "out.o", "-o", "out.so", "-lm"]):
+            done = subprocess.run([host_compiler(), *step], cwd=folder, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+            if done.returncode: raise CudaError(done.stderr)
         os.replace(Path(folder) / "out.so", path)
     return path
 
 @functools.cache
 def _compiler_version() -> str: return subprocess.run([host_compiler(), "--version"], capture_output=True, text=True).stdout.split("\n")[0]
 
-def build_emulated(source: Source, name: str, arch: int) -> Path:
+# %% ../nbs/10_emulator.ipynb #f006452c
+def build_emulated(source: Source, name: str, arch: int, options: tuple = ()) -> Path:
     "The library of one kernel."
     text = EXTERN_SHARED.sub(r"\1* \2 = (\1*)emu::dynamic_shared();", source.text)
     prelude = (kernels_dir() / "emulated.cuh").read_text("utf-8")
     files = {"kernel.cpp": f'#include "emulated.cuh"\n#line 1 "{source.name}"\n{text}\n#line 1 "its name"\nEMULATED_KERNEL({name})\n', "emulated.cuh": prelude}
     files |= {h: f'#line 1 "kernels/{h}"\n{t}' for h, t in source.headers.items()}
-    try: return _build(files, (*FLAGS, *KERNEL_FLAGS, f"-D__CUDA_ARCH__={arch}0"))
+    try: return _build(files, (*FLAGS, *KERNEL_FLAGS, f"-D__CUDA_ARCH__={arch}0", *(o for o in options if o.startswith("-D"))), ("-nostartfiles",))
     except CudaError as e: raise CudaError(_explain(source, name, str(e))) from None
 
 def _explain(source: Source, name: str, log: str) -> str:
@@ -128,7 +131,7 @@ def _explain(source: Source, name: str, log: str) -> str:
     if found[1] == "its name": return f"{source.name} has no kernel {name} ({found[3]})"
     return f"{found[1]}, line {found[2]}: {found[3]}\n    {source.line(found[1], int(found[2])).strip()}\nwhile compiling {name} for the emulator"
 
-# %% ../nbs/10_emulator.ipynb #5192210e
+# %% ../nbs/10_emulator.ipynb #dc6e0fe4
 class _Report(ctypes.Structure):
     _fields_ = [("text", ctypes.c_char*2048), ("address", ctypes.c_uint64), ("place", ctypes.c_uint64), ("size", ctypes.c_int), ("block", ctypes.c_int*3), ("thread", ctypes.c_int*3), ("triggered", ctypes.c_int)]
 
@@ -144,6 +147,7 @@ def _emulator() -> ctypes.CDLL:
     if lib.emulator_start(): raise CudaError("the emulator cannot reserve 128 GB of addresses: is there a limit on virtual memory (ulimit -v)?")
     return lib
 
+# %% ../nbs/10_emulator.ipynb #9bcbb0fb
 ALLOCATED = {}                                        # address -> bytes: every array in the emulated memory
 
 def device_memory(nbytes: int) -> np.ndarray:
@@ -159,9 +163,11 @@ def _release(lib, at, nbytes):
     ALLOCATED.pop(at, None)
     lib.emulator_free(at, nbytes)
 
-# %% ../nbs/10_emulator.ipynb #5c57a2a6
+# %% ../nbs/10_emulator.ipynb #d0128c10
 UNSURE = set()                                        # (address, end) of what kernels have written that may still run when the next one starts
-def _range(a): return a.data.ptr, a.data.ptr + a.host.nbytes
+def _range(a):
+    "First address, and the one after the last, also of a view with gaps."
+    return a.data.ptr, a.data.ptr + sum((n - 1)*s for n, s in zip(a.host.shape, a.host.strides)) + a.host.itemsize if a.host.size else a.data.ptr
 
 def _plain(x):
     "Emulated arrays inside out: what NumPy computes with. A NumPy array is refused, as CuPy refuses it."
@@ -185,15 +191,18 @@ def _on_device(x: np.ndarray) -> bool:
     while isinstance(x.base, np.ndarray): x = x.base
     return isinstance(x.base, ctypes.Array) or x.nbytes == 0 and x.base is not None
 
+# %% ../nbs/10_emulator.ipynb #4e3704ef
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
     "A CuPy array, as far as this package uses one: NumPy's, in the emulated memory, never mixed with NumPy's own by accident."
     __slots__ = ("host", "__weakref__")
     def __init__(self, host: np.ndarray): self.host = host
     @property
     def data(self): return SimpleNamespace(ptr=self.host.__array_interface__["data"][0], device_id=0)
-    def get(self, stream=None, out=None):
+    def get(self, stream=None, out=None, blocking=True):
         UNSURE.clear()
-        return self.host.copy()
+        if out is None: return self.host.copy()
+        out[...] = self.host
+        return out
     def set(self, values, stream=None):
         if values.shape != self.shape or values.dtype != self.dtype: raise ValueError(f"set: expected {self.dtype} {list(self.shape)}, got {values.dtype} {list(values.shape)}")
         self[...] = Array(values)
@@ -218,6 +227,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __index__(self): return self.host.__index__()
     def __repr__(self): return f"emulated {self.host!r}"
 
+# %% ../nbs/10_emulator.ipynb #575e90fd
 def _lifted(f):
     "A function of NumPy, for emulated arrays."
     def call(*args, **kw): return _device(f(*map(_plain, args), **{k: _plain(v) for k, v in kw.items()}))
@@ -268,7 +278,7 @@ class _Random:
     def randint(self, low, high=None, size=None, dtype=np.int64): return _device(self.rng.integers(low, high, size, dtype))
     def __getattr__(self, name): return _lifted(getattr(self.rng, name))
 
-# %% ../nbs/10_emulator.ipynb #a774ca49
+# %% ../nbs/10_emulator.ipynb #1d431597
 class _Runtime:
     "The calls of the CUDA runtime that copies and probes make."
     CUDARuntimeError = CudaError
@@ -288,6 +298,7 @@ class _Runtime:
     def hostRegister(self, p, nbytes, flags): pass
     def hostUnregister(self, p): pass
 
+# %% ../nbs/10_emulator.ipynb #2ab2ebac
 class EmulatedCupy:
     "CuPy, as far as this package uses it, on NumPy."
     ndarray = Array
@@ -316,13 +327,76 @@ class EmulatedCupy:
 @functools.cache
 def emulated_cupy() -> EmulatedCupy: return EmulatedCupy()
 
-# %% ../nbs/10_emulator.ipynb #aa4a9331
+# %% ../nbs/10_emulator.ipynb #3bb5b377
+KINDS = {"p": "an array", "c": "an array", "i": "an int of 32 bits", "q": "an int of 64 bits", "h": "16 bits", "b": "8 bits", "f": "a float", "d": "a double", "?": "something else"}
+def _letter(a) -> str:
+    if isinstance(a, Array) or a is None: return "p"
+    if isinstance(a, bool | np.bool_): return "b"
+    if isinstance(a, np.generic): return {"f4": "f", "f8": "d"}.get(a.dtype.str[1:]) or {1: "b", 2: "h", 4: "i", 8: "q"}.get(a.itemsize, "?")
+    return "f" if isinstance(a, float) else "i" if isinstance(a, int) else "?"
+
+def _shown(a) -> str: return f"{a.dtype} {list(a.shape)}"
+
+def _check_launch(kernel, grid, block, shared, args) -> None:
+    "What the driver would refuse, and what it would not see: arguments of the wrong kind."
+    if len(args) != len(kernel.letters): raise CudaError(f"{kernel.name} takes {len(kernel.letters)} arguments, got {len(args)}")
+    for i, (a, want) in enumerate(zip(args, kernel.letters)):
+        if (got := _letter(a)) != want.replace("c", "p") and not (want in "pc" and got == "q"):
+            raise CudaError(f"{kernel.name}: argument {i} is {KINDS[got]}, the kernel takes {KINDS[want]}")
+    if not (0 < np.prod(block) <= kernel.max_threads and block[2] <= 64): raise CudaError(f"{kernel.name}: a block of {'x'.join(map(str, block))} threads: expected 1 to {kernel.max_threads}")
+    if not (0 < grid[0] < 2**31 and all(0 < g < 2**16 for g in grid[1:])): raise CudaError(f"{kernel.name}: a grid of {'x'.join(map(str, grid))} blocks")
+    if shared + kernel.static_bytes > SHARED[kernel.arch]*1024: raise CudaError(f"{kernel.name}: {shared} + {kernel.static_bytes} bytes of shared memory, a block has {SHARED[kernel.arch]*1024}")
+
+def _check_end(kernel, i, a) -> None:
+    "The few bytes between the end of an array and the page that nobody may touch."
+    if not isinstance(a, Array): return
+    base = a.host
+    while isinstance(base.base, np.ndarray): base = base.base
+    n, start = base.nbytes, base.__array_interface__["data"][0]
+    if -n % 16 and ctypes.string_at(start + n, -n % 16) != b"\xff"*(-n % 16):
+        ctypes.memset(start + n, 0xff, -n % 16)
+        raise CudaError(f"{kernel.name}: wrote past the end of argument {i} ({_shown(a)})")
+
+# %% ../nbs/10_emulator.ipynb #4cba1b0b
+def _where(kernel, place: int) -> str:
+    "The line of a kernel file that an instruction comes from, through all that was inlined."
+    if not (tool := shutil.which("addr2line")): return f"instruction {place:#x}"
+    done = subprocess.run([tool, "-i", "-e", str(kernel.path), hex(place)], capture_output=True, text=True).stdout
+    lines = [f"{m[1]}, line {m[2]}" for m in re.finditer(r"((?:kernels/)?[\w.]+):(\d+)(?: .*)?$", done, re.M) if m[1] not in ("emulated.cuh", "name")]
+    return ", in ".join(dict.fromkeys(lines)) or f"instruction {place:#x}"
+
+def _place_in(address: int, args) -> str:
+    "Where an address lies, as seen from the arguments."
+    if address < 4096: return "at the null pointer" + (f" + {address}" if address else "")
+    near = []
+    for i, a in enumerate(args):
+        if not isinstance(a, Array): continue
+        start, end = _range(a)
+        if start <= address < end: return f"in argument {i} ({_shown(a)}), byte {address - start}"
+        near.append((address - end, f"{address - end or 'just'} bytes past the end of argument {i} ({_shown(a)})".replace("just bytes", "just")) if address >= end else
+                    (start - address, f"{start - address} bytes before argument {i} ({_shown(a)})"))
+    if near and min(near)[0] < 1 << 24: return min(near)[1]
+    return f"at {address:#x}, which is in no array"
+
+def _explain_report(kernel, out, args) -> str:
+    "Who did what, where."
+    text = re.sub(r"\{([0-9a-f]+)\}", lambda m: _where(kernel, int(m[1], 16)), out.text.decode())
+    if text.startswith("@"): text = {"@w": "writes ", "@r": "reads "}.get(text, "touches ") + _place_in(out.address, args)
+    elif out.address: text += f" ({_place_in(out.address, args)})"
+    at = f"\n    {_where(kernel, out.place)}" if out.place else ""
+    return f"{kernel.name}: block ({', '.join(map(str, out.block))}), thread ({', '.join(map(str, out.thread))}): {text}{at}"
+
+# %% ../nbs/10_emulator.ipynb #712a67b8
 class EmulatedKernel:
     "A kernel as a function of the processor."
-    lock, seed = threading.Lock(), 0                  # one launch at a time; blocks and warps run in an order that the seed gives (0: as they are numbered)
+    lock = threading.Lock()                           # one launch at a time
+    seed = 0                                          # gives the order of blocks and warps; 0: as they are numbered
+    limit_s = 300.                                    # a launch that takes longer is taken for one that does not end
 
-    def __init__(self, source: Source, name: str, arch: int):
-        self.lib, self.name, self.arch, self.path = _emulator(), f"{source.name}: {name}", arch, build_emulated(source, name, arch)
+    def __init__(self, source: Source, name: str, arch: int, options: tuple = ()):
+        self.lib, self.name, self.arch, self.path = _emulator(), f"{source.name}: {name}", arch, build_emulated(source, name, arch, options)
+        bound = re.search(rf"__launch_bounds__\(\s*(\d+)[^{{;]*?\b{re.escape(name.partition('<')[0])}\(", source.text)
+        self.max_threads = int(bound[1]) if bound else 1024
         library = ctypes.CDLL(str(self.path))
         library.emulated_letters.restype = ctypes.c_char_p
         self.call, self.letters = ctypes.cast(library.emulated_call, ctypes.c_void_p), library.emulated_letters().decode()
@@ -340,71 +414,12 @@ class EmulatedKernel:
         with EmulatedKernel.lock:
             if not pdl: UNSURE.clear()
             dirty = np.array([r for r in UNSURE], np.uint64).reshape(-1)
-            failed = self.lib.emulator_launch(self.call, ctypes.c_void_p(addresses.ctypes.data), three(grid), three(block), shared, ctypes.c_uint64(self.seed), int(pdl),
+            failed = self.lib.emulator_launch(self.call, ctypes.c_void_p(addresses.ctypes.data), three(grid), three(block), shared, ctypes.c_uint64(self.seed),
+                                              ctypes.c_double(self.limit_s), int(pdl),
                                               *self.statics, ctypes.c_void_p(dirty.ctypes.data), len(dirty)//2, ctypes.byref(out))
             if not out.triggered: UNSURE.clear()
             else: UNSURE.update(_range(a) for a, k in zip(args, self.letters) if k == "p" and isinstance(a, Array) and a.size)
-        if failed: raise CudaError(self.explain(out, args))
-        for i, a in enumerate(args): self.check_end(i, a)
+        if failed: raise CudaError(_explain_report(self, out, args))
+        for i, a in enumerate(args): _check_end(self, i, a)
 
-    def check(self, grid, block, shared, args) -> None:
-        "What the driver would refuse, and what it would not see: arguments of the wrong kind."
-        if len(args) != len(self.letters): raise CudaError(f"{self.name} takes {len(self.letters)} arguments, got {len(args)}")
-        for i, (a, want) in enumerate(zip(args, self.letters)):
-            if (got := _letter(a)) != want.replace("c", "p") and not (want in "pc" and got == "q"):
-                raise CudaError(f"{self.name}: argument {i} is {KINDS[got]}, the kernel takes {KINDS[want]}")
-            if got == "p" and a is not None and not a.host.flags.c_contiguous and not a.host.flags.f_contiguous: raise CudaError(f"{self.name}: argument {i} is a view with gaps, strides {a.host.strides}")
-        if not (0 < np.prod(block) <= 1024 and block[2] <= 64): raise CudaError(f"{self.name}: a block of {'x'.join(map(str, block))} threads: expected 1 to 1024")
-        if not (0 < grid[0] < 2**31 and all(0 < g < 2**16 for g in grid[1:])): raise CudaError(f"{self.name}: a grid of {'x'.join(map(str, grid))} blocks")
-        if shared + self.static_bytes > SHARED[self.arch]*1024: raise CudaError(f"{self.name}: {shared} + {self.static_bytes} bytes of shared memory, a block has {SHARED[self.arch]*1024}")
-
-    def check_end(self, i, a) -> None:
-        "The few bytes between the end of an array and the page that nobody may touch."
-        if not isinstance(a, Array): return
-        base = a.host
-        while isinstance(base.base, np.ndarray): base = base.base
-        n, start = base.nbytes, base.__array_interface__["data"][0]
-        if -n % 16 and ctypes.string_at(start + n, -n % 16) != b"\xff"*(-n % 16):
-            ctypes.memset(start + n, 0xff, -n % 16)
-            raise CudaError(f"{self.name}: wrote past the end of argument {i} ({_shown(a)})")
-
-    def explain(self, out: _Report, args) -> str:
-        "Who did what, where."
-        text = re.sub(r"\{([0-9a-f]+)\}", lambda m: self.where(int(m[1], 16)), out.text.decode())
-        if text.startswith("@"): text = {"@w": "writes ", "@r": "reads "}.get(text, "touches ") + _place_in(out.address, args)
-        elif out.address: text += f" ({_place_in(out.address, args)})"
-        at = f"\n    {self.where(out.place)}" if out.place else ""
-        return f"{self.name}: block ({', '.join(map(str, out.block))}), thread ({', '.join(map(str, out.thread))}): {text}{at}"
-
-    def where(self, place: int) -> str:
-        "The line of a kernel file that an instruction comes from, through all that was inlined."
-        if not (tool := shutil.which("addr2line")): return f"instruction {place:#x}"
-        done = subprocess.run([tool, "-i", "-e", str(self.path), hex(place)], capture_output=True, text=True).stdout
-        lines = [f"{m[1]}, line {m[2]}" for m in re.finditer(r"((?:kernels/)?[\w.]+):(\d+)(?: .*)?$", done, re.M) if m[1] not in ("emulated.cuh", "name")]
-        return ", in ".join(dict.fromkeys(lines)) or f"instruction {place:#x}"
-
-KINDS = {"p": "an array", "c": "an array", "i": "an int of 32 bits", "q": "an int of 64 bits", "h": "16 bits", "b": "8 bits", "f": "a float", "d": "a double", "?": "something else"}
-def _letter(a) -> str:
-    if isinstance(a, Array) or a is None: return "p"
-    if isinstance(a, bool | np.bool_): return "b"
-    if isinstance(a, np.generic): return {"f4": "f", "f8": "d"}.get(a.dtype.str[1:]) or {1: "b", 2: "h", 4: "i", 8: "q"}.get(a.itemsize, "?")
-    return "f" if isinstance(a, float) else "i" if isinstance(a, int) else "?"
-
-def _shown(a) -> str: return f"{a.dtype} {list(a.shape)}"
-
-def _place_in(address: int, args) -> str:
-    "Where an address lies, as seen from the arguments."
-    if address < 4096: return "at the null pointer" + (f" + {address}" if address else "")
-    near = []
-    for i, a in enumerate(args):
-        if not isinstance(a, Array): continue
-        start, end = _range(a)
-        if start <= address < end: return f"in argument {i} ({_shown(a)}), byte {address - start}"
-        near.append((address - end, f"{address - end or 'just'} bytes past the end of argument {i} ({_shown(a)})".replace("just bytes", "just")) if address >= end else
-                    (start - address, f"{start - address} bytes before argument {i} ({_shown(a)})"))
-    if near and min(near)[0] < 1 << 24: return min(near)[1]
-    return f"at {address:#x}, which is in no array"
-
-def prebuild(source: Source, names, arch: int, jobs: int = 2) -> None:
-    "Compile many kernels at once."
-    with ThreadPoolExecutor(jobs) as pool: list(pool.map(lambda n: build_emulated(source, n, arch), names))
+    def check(self, grid, block, shared, args) -> None: _check_launch(self, grid, block, shared, args)

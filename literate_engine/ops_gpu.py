@@ -101,7 +101,7 @@ def prepare_layer_norm(out, x, w, b, eps: float, acts=(), y=None, scale: float =
     "Layer norm, likewise; b may be None."
     return _norm(out, x, w, b, eps, True, acts, y, scale, post, post_bias, rows)
 
-# %% ../nbs/17_ops_gpu.ipynb #e13f9754
+# %% ../nbs/17_ops_gpu.ipynb #94b46fd3
 def prepare_heads(
     q, k,                 # float32 [rows, heads*head_dim] each; k may be None
     positions, table,     # int32 [rows]; float32 [n, dim] as rope_table makes it on the host; None: nothing is turned
@@ -111,8 +111,8 @@ def prepare_heads(
     q_out=None, k_out=None,       # default: in place
 ) -> list[Launch]:
     "The norm of each head, then its rotation."
-    rows, dim = len(q), 0 if table is None else table.shape[1]
-    pairs, sizes = [], []
+    if table is not None and (table.dtype != np.float32 or table.ndim != 2 or not table.flags.c_contiguous): raise ValueError(f"table: expected contiguous float32 [n, dim], got {table.dtype} {list(table.shape)}")
+    rows, dim, pairs, sizes = len(q), 0 if table is None else table.shape[1], [], []
     for x, out, name in ((q, q_out, "q"), (k, k_out, "k")):
         if x is None: pairs += [None, None]; sizes += [0, 0]; continue
         out = x if out is None else out
@@ -120,7 +120,6 @@ def prepare_heads(
         if x.shape[1] % head_dim: raise ValueError(f"{name} has {x.shape[1]} columns, not a multiple of head_dim {head_dim}")
         pairs += [out, x]
     if dim % 2 or dim > head_dim: raise ValueError(f"the table turns {dim} columns: expected an even number, at most head_dim {head_dim}")
-    if dim and (table.dtype != np.float32 or not table.flags.c_contiguous): raise ValueError(f"table: expected contiguous float32, got {table.dtype} {list(table.shape)}")
     if dim and positions is None: raise ValueError("a rotation needs positions")
     norms = [_vector(q_norm, "q_norm", head_dim), _vector(k_norm, "k_norm", head_dim)]
     n_q, n_k = (0 if x is None else x.shape[1]//head_dim for x in (q, k))

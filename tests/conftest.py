@@ -1,4 +1,5 @@
 """Fixtures shared by the tests: the repository's root and the real models, fetched when they can be."""
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,16 @@ def fetched(name: str) -> Path:
         return model_path(name, fetch=True)
     except (OSError, ValueError) as e:
         pytest.skip(f"{name} is not here and cannot be fetched: {e}")
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch):
+    "The emulator as the GPU of this test, unless LITERATE_GPU is set already (empty: a real one)."
+    from literate_engine.emulator import CudaError, host_compiler
+    if "LITERATE_GPU" not in os.environ: monkeypatch.setenv("LITERATE_GPU", "emulated")
+    if os.environ["LITERATE_GPU"]:
+        try: host_compiler()
+        except CudaError as e: pytest.skip(str(e))
 
 
 @pytest.fixture(scope="session")

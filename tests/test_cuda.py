@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ for _path in Path(cuda.__file__).parent.glob("*.py"):
     if "CudaModule(" in _path.read_text("utf-8"): importlib.import_module(f"literate_engine.{_path.stem}")
 SPILLS = {"gemv<Q8_0, 1, 4, 1, 4>": "8 bytes on sm_90, where three blocks (the next plan) are as fast",
           "gemm_mma<Q5_1, 4, 2>": "16 bytes on sm_100 and later; the plan with one tile of rows does not, and `tune` chooses",
-          "gemm_mma<Q6_K, 4, 2>": "on sm_120 only; the plan with one tile of rows does not, and `tune` chooses"}
+          "gemm_mma<Q6_K, 4, 2>": "on sm_120 only; the plan with one tile of rows does not, and `tune` chooses",
+          "attention_tile<128, true>": "16 bytes or less, once for 64 positions", "attention_tile<256, true>": "16 bytes on sm_100, once for 32 positions"}
 
 
 def compiled(job: tuple[str, str, int]) -> tuple[str, int, int, int]:
@@ -95,3 +97,14 @@ def test_imports_need_no_gpu():
             "for f in (c.device, lambda: c.compile_kernel(c.Source.of('probe.cu'), 'relay', 90)):\n"
             "    try: f()\n    except c.CudaError as e: assert 'pip install literate-engine[gpu]' in str(e), e\n    else: raise AssertionError\n")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_shared_memory_once_allowed_stays_allowed(monkeypatch):
+    "A later launch that needs less must not take it from an earlier one."
+    asked = []
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda f, a, n: asked.append(n) or (0,), CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8))
+    monkeypatch.setattr(cuda, "_bindings", lambda name: driver)
+    monkeypatch.setattr(cuda.Kernel, "function", 1234)
+    kernel = cuda.Kernel(None, "f")
+    for n in (1000, 131072, 65536, 131072, 200000): kernel.allow(n)
+    assert asked == [131072, 200000]

@@ -1,8 +1,4 @@
 """The small operations of the GPU against chapter 15's references, in the emulator where there is no GPU: odd shapes, column ranges, fusions, and the same bits for a row in any company."""
-import os
-
-os.environ.setdefault("LITERATE_GPU", "emulated")
-
 import numpy as np
 import pytest
 
@@ -16,6 +12,7 @@ from literate_engine.ops_gpu import (
     prepare_rope_qk, prepare_softcap, prepare_take_columns, prepare_take_rows, run, table_gpu)
 from literate_engine.quants import QUANT_TYPES, dequantize, quantize
 
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 rng = np.random.default_rng(0)
 def normal(*shape): return rng.standard_normal(shape).astype(np.float32)
 def gpu(a): return cupy().asarray(np.ascontiguousarray(a))

@@ -4,12 +4,14 @@
 
 Without --check the outputs are written back. With it, nothing is written: the run fails if a cell fails, or if what it prints is not what is
 stored. Digits of a float may differ by rounding there (another processor sums in another order); pictures are looked for, not compared.
-Cells marked `gpu`, `slow` or `bench` keep their stored outputs, unless NB_FLAGS names the mark. A notebook that hangs is stopped, and tried once more."""
+Cells marked `gpu`, `slow` or `bench` keep their stored outputs, unless NB_FLAGS names the mark. Chapters about the GPU (their name ends in _gpu, or a cell is marked `emulated`)
+run on it if NB_FLAGS names `gpu`, else in the emulator, else (no C++ compiler) not at all. A notebook that hangs is stopped, and tried once more."""
 import argparse
 import difflib
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,9 +97,19 @@ def differences(old, new):
             yield f"  cell {i}: {a.source.splitlines()[0]}\n" + "\n".join(
                 f"    {line}" for line in difflib.unified_diff(x.splitlines(), y.splitlines(), "stored", "now", lineterm="", n=0))
 
+def emulate(path, flags):
+    "Set the GPU that the chapter is for; False if there is none."
+    if not (path.stem.endswith("_gpu") or re.search(r'^\s*"#\s*\|\s*emulated', path.read_text("utf-8"), re.M)): return True
+    if "gpu" not in flags: os.environ.pop("LITERATE_GPU", None); return True
+    os.environ.setdefault("LITERATE_GPU", "emulated")
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))))
+
 def one(path, check, flags, timeout):
     "Run one notebook in this process; the exit status."
     start = time.time()
+    if not emulate(path, flags):
+        print(f"{path.name}: not run, it needs a GPU or a C++ compiler for the emulator")
+        return 0
     try: new = execute(path, flags, timeout)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
         print(f"{path.name}: FAILED\n{COLOUR.sub('', str(e))}")

@@ -6,7 +6,7 @@ import json, re, shutil, sys
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"^#\s*\|\s*([\w-]+)(:?)(.*)$")
-NBDEV = {"default_exp", "export", "exports", "exporti", "hide", "eval", "gpu", "slow", "notest", "exec_doc"}
+NBDEV = {"default_exp", "export", "exports", "exporti", "hide", "eval", "gpu", "emulated", "slow", "notest", "exec_doc"}
 
 def show(nb):
     cells = []

@@ -1,0 +1,772 @@
+// Attention over the paged cache, and what writes the cache.
+// A layer keeps keys and values apart, [block][head][16 positions][numbers]; with scales, a head of a block is [16][codes] and then float16 [groups of 32][16].
+// Rows: the query heads of a KV head, of one or more tokens: row r is token r / G, head r % G of the G that share the KV head.
+//   attention_split  tensor cores; few rows, a warp has 16 positions at a time and the next ones on their way; the pieces of a long context go to different blocks
+//   attention_tile   tensor cores; 64 or 128 rows that share keys and values in shared memory
+//   attention_exact  float32, any type of cache, any width, any architecture: both of the above, slower
+// Scores are kept as powers of two; a row's sum is taken in an order that depends on its position alone.
+#include "heads.cuh"
+
+#define INFINITY_F __int_as_float(0x7f800000)
+constexpr float NEVER = -1e30f, LOG2E = 1.4426950408889634f;
+constexpr int F32 = 0, F16 = 1, Q8 = 2, Q4 = 3;              // types of numbers in the cache
+constexpr int MAX_SPLITS = 66, ROWS8 = 8;
+
+__device__ __forceinline__ u32 row_bytes(int type, int width) {
+  int whole = (width + 31) & ~31;
+  return type == F32 ? 4 * width : type == F16 ? 2 * width : type == Q8 ? whole : whole / 2;
+}
+__device__ __forceinline__ u32 head_bytes(int type, int width) { return 16 * row_bytes(type, width) + (type >= Q8 ? (width + 31) / 32 * 32 : 0); }
+__device__ __forceinline__ int first_seen(int position, int window) { return window && position >= window ? position + 1 - window : 0; }
+__device__ __forceinline__ float capped(float score, float cap) { return cap * (1 - 2 / (1 + exp2f(score / cap * (2 * LOG2E)))); }   // cap * tanh(score / cap)
+
+__device__ __forceinline__ float capped_approx(float score, float cap) { return cap - __fdividef(2 * cap, 1 + exp2_approx(score * __fdividef(2 * LOG2E, cap))); }
+
+// ---------------------------------------------------------------- the cache
+// k, v [T] rows of n_head numbers each, `pitch` floats apart -> slots. A warp takes 32 numbers of a head; grid (T, keys or values, shares of these)
+__device__ __forceinline__ float away(float x) {              // to the nearest integer, halves away from zero
+  float whole = truncf(x);
+  return whole + (fabsf(x - whole) >= 0.5f ? copysignf(1.f, x) : 0.f);
+}
+// Numbers 32g + lane of a head's row, to a position of a head of a block
+__device__ __forceinline__ void store_numbers(char* to, int type, int width, int position, int g, float x) {
+  int lane = threadIdx.x & 31, i = g * 32 + lane; u32 stride = row_bytes(type, width); char* numbers = to + position * stride;
+  if (type == F32) { if (i < width) ((float*)numbers)[i] = x; }
+  else if (type == F16) { if (i < width) ((u16*)numbers)[i] = float_half(x); }
+  else {
+    float top = warp_max(fabsf(x)), d;
+    if (type == Q8) d = __fdiv_rn(top, 127.f);
+    else d = __fdiv_rn(__shfl_sync(~0u, x, __ffs(__ballot_sync(~0u, fabsf(x) == top)) - 1), -8.f);      // the first of the largest, with its sign
+    float y = __fmul_rn(x, fabsf(d) < 1.17549435e-38f ? 0.f : __fdiv_rn(1.f, d));
+    int code = type == Q8 ? (int)away(y) : min(15, max(0, (int)(y + 8.5f)));
+    int other = __shfl_down_sync(~0u, code, 16);
+    if (type == Q8) numbers[i] = (char)code;
+    else if (lane < 16) numbers[g * 16 + lane] = (char)(code | other << 4);
+    if (lane == 0) ((u16*)(to + 16 * stride))[g * 16 + position] = float_half(d);
+  }
+}
+__device__ __forceinline__ int slot_of(const int* slot_mapping) { Unwritten numbers; return load4(slot_mapping); }
+template <int THREADS>
+__global__ __launch_bounds__(THREADS) void kv_store(char* k, char* v, const float* k_rows, const float* v_rows, const int* slot_mapping,
+                                                int n_head, int dk, int dv, int k_type, int v_type, int k_pitch, int v_pitch) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, side = blockIdx.y, width = side ? dv : dk, type = side ? v_type : k_type, groups = (width + 31) / 32;
+  pdl_trigger();
+  int slot = slot_of(slot_mapping + blockIdx.x);
+  pdl_wait();
+  const float* row = side ? v_rows + (size_t)blockIdx.x * v_pitch : k_rows + (size_t)blockIdx.x * k_pitch;
+  u32 head = head_bytes(type, width);
+  char* block = (side ? v : k) + (size_t)(slot >> 4) * n_head * head;
+  for (int u = blockIdx.z * (THREADS / 32) + warp; u < n_head * groups; u += gridDim.z * (THREADS / 32)) {
+    int h = u / groups, g = u % groups, i = g * 32 + lane;
+    store_numbers(block + (size_t)h * head, type, width, slot & 15, g, i < width ? loadf(row + h * width + i) : 0.f);
+  }
+}
+// The heads of a row of q, normalised and turned, to q_out; those of k, the same, and of v, normalised where there are weights, to the row's slot. A warp has a head; grid (shares of these, T)
+template <int THREADS>
+__global__ __launch_bounds__(THREADS) void rope_store(float* q_out, char* k, char* v, const float* q, const float* k_rows, const float* v_rows, const int* positions, const int* slot_mapping,
+    const float* table, const float* q_norm, const float* k_norm, const float* v_norm, float eps, float v_eps, int n_head, int n_head_kv, int dk, int dv, int dim,
+    int k_type, int v_type, int q_out_pitch, int q_pitch, int k_pitch, int v_pitch) {
+  extern __shared__ __align__(16) float red[];                        // a head of each warp
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y;
+  int side = head < n_head ? 0 : head < n_head + n_head_kv ? 1 : head < n_head + 2 * n_head_kv ? 2 : 3, width = side == 2 ? dv : dk, type = side == 2 ? v_type : k_type, slot = 0;
+  pdl_trigger();
+  Head one;
+  if (side < 3) { one.begin(side == 0 ? q_norm : side == 1 ? k_norm : v_norm, positions, table, row, width, side == 2 ? 0 : dim); slot = slot_of(slot_mapping + row); }
+  pdl_wait();
+  if (side == 3) return;
+  if (side == 0) { float* to = q_out + (size_t)row * q_out_pitch + head * dk; one.turn(q + (size_t)row * q_pitch + head * dk, eps, [&](int d, float x) { to[d] = x; }); return; }
+  int h = side == 1 ? head - n_head : head - n_head - n_head_kv; float* numbers = red + warp * max(dk, dv);
+  one.turn(side == 1 ? k_rows + (size_t)row * k_pitch + h * dk : v_rows + (size_t)row * v_pitch + h * dv, side == 1 ? eps : v_eps, [&](int d, float x) { numbers[d] = x; });
+  __syncwarp();
+  char* to = (side == 1 ? k : v) + ((size_t)(slot >> 4) * n_head_kv + h) * head_bytes(type, width);
+  for (int g = 0; g < (width + 31) / 32; g++) store_numbers(to, type, width, slot & 15, g, g * 32 + lane < width ? numbers[g * 32 + lane] : 0.f);
+}
+// What a block id stands for: a row of each array, one after the other. places [arrays][3]: address, bytes of a row (a multiple of 16), where it begins in the buffer.
+// source and target are block ids; -1 is the buffer. Grid (arrays)
+template <int THREADS>
+__global__ __launch_bounds__(THREADS) void copy_block(const u64* places, char* buffer, int source, int target) {
+  pdl_trigger();
+  pdl_wait();
+  const u64* place = places + 3 * blockIdx.x;
+  char *base = (char*)*(const u64*)place, *part = buffer + place[2]; u64 bytes = place[1];
+  const char* from = source < 0 ? part : base + source * bytes;
+  char* to = target < 0 ? part : base + target * bytes;
+  for (u64 i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) *(uint4*)(to + i) = load16(from + i);
+}
+
+// ---------------------------------------------------------------- numbers of a type
+// A unit is what holds 8 numbers: those of a row from 8u on; of 4-bit codes, 4 bytes of a group of 16 bytes, whose numbers are 16 apart. halves() gives number dim(u, 2i)
+// and dim(u, 2i + 1) as a pair, without the scale; pairs() gives the same of float32 numbers, four from dim(u, 0) on and four from HALF further on
+__device__ __forceinline__ uint4 halves_of(float4 a, float4 b) { return make_uint4(float2_half2(a.x, a.y), float2_half2(a.z, a.w), float2_half2(b.x, b.y), float2_half2(b.z, b.w)); }
+struct NumF16 {
+  typedef uint4 Unit;
+  static constexpr int TYPE = F16, BYTES = 16, HALF = 4; static constexpr bool SCALED = false;
+  static __device__ __forceinline__ int dim(int u, int e) { return 8 * u + e; }
+  static __device__ __forceinline__ uint4 pairs(float4 a, float4 b) { return halves_of(a, b); }
+  static __device__ __forceinline__ Unit shared(u32 p) { return shared16(p); }
+  static __device__ __forceinline__ void halves(const Unit& v, u32 (&h)[4]) { h[0] = v.x; h[1] = v.y; h[2] = v.z; h[3] = v.w; }
+};
+__device__ __forceinline__ void halves_of_bytes(u32 lo, u32 hi, u32 (&h)[4]) {       // signed bytes: 1024 + 128 + c is a float16 with c + 128 in its low bits
+  lo ^= 0x80808080; hi ^= 0x80808080;
+  h[0] = half2_add(__byte_perm(lo, 0x64646464, 0x4140), 0xe480e480); h[1] = half2_add(__byte_perm(lo, 0x64646464, 0x4342), 0xe480e480);
+  h[2] = half2_add(__byte_perm(hi, 0x64646464, 0x4140), 0xe480e480); h[3] = half2_add(__byte_perm(hi, 0x64646464, 0x4342), 0xe480e480);
+}
+struct NumQ8 {
+  typedef uint2 Unit;
+  static constexpr int TYPE = Q8, BYTES = 8, HALF = 4; static constexpr bool SCALED = true;
+  static __device__ __forceinline__ int dim(int u, int e) { return 8 * u + e; }
+  static __device__ __forceinline__ uint4 pairs(float4 a, float4 b) { return halves_of(a, b); }
+  static __device__ __forceinline__ Unit shared(u32 p) { return shared8(p); }
+  static __device__ __forceinline__ void halves(const Unit& v, u32 (&h)[4]) { halves_of_bytes(v.x, v.y, h); }
+};
+struct NumQ4 {
+  typedef u32 Unit;
+  static constexpr int TYPE = Q4, BYTES = 4, HALF = 16; static constexpr bool SCALED = true;
+  static __device__ __forceinline__ int dim(int u, int e) { return 32 * (u >> 2) + 4 * (u & 3) + ((e >> 2) + 2 * (e & 1)) + 16 * (e >> 1 & 1); }
+  static __device__ __forceinline__ uint4 pairs(float4 a, float4 b) { return halves_of(make_float4(a.x, a.z, b.x, b.z), make_float4(a.y, a.w, b.y, b.w)); }
+  static __device__ __forceinline__ Unit shared(u32 p) { return shared4(p); }
+  static __device__ __forceinline__ void halves(const Unit& v, u32 (&h)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) h[i] = half2_add((v >> 4 * i & 0x000f000f) | 0x64006400, 0xe408e408);     // 1024 + 8 + c
+  }
+};
+
+// ---------------------------------------------------------------- what the kernels for few rows share
+// A sequence's part of a step, and the rows of it that this block computes: blockIdx.x is the KV head and the group of 8 rows, blockIdx.z the sequence.
+// The step's arrays come from the host: no kernel writes them, and they are read before the wait
+struct Few {
+  int first, tokens, len, head, G, row0, rows, piece, first_split, num_splits; float one_of_G;
+  __device__ __forceinline__ Few(const int* query_start_loc, const int* seq_lens, int few, int n_head, int n_head_kv, int window, int log_piece) {
+    Unwritten numbers;
+    int groups = gridDim.x / n_head_kv, s = blockIdx.z;
+    len = load4(seq_lens + s);
+    first = query_start_loc ? (int)load4(query_start_loc + s) : s;
+    tokens = query_start_loc ? (int)load4(query_start_loc + s + 1) - first : 1;
+    G = n_head / n_head_kv; head = blockIdx.x / groups; row0 = blockIdx.x % groups * ROWS8; one_of_G = __fdividef(1.f, (float)G);
+    rows = tokens > few || len <= 0 ? 0 : min(ROWS8, tokens * G - row0);
+    int lo = first_seen(len - tokens, window), span = window ? min(len, window) : len;
+    for (; span > (MAX_SPLITS - 2) << log_piece; log_piece++) {}
+    piece = 1 << log_piece; first_split = lo >> log_piece;
+    num_splits = rows > 0 ? ((len - 1) >> log_piece) - first_split + 1 : 0;
+  }
+  __device__ __forceinline__ int token(int r) const { return (int)((row0 + r + 0.5f) * one_of_G); }            // (row0 + r) / G without a division
+  __device__ __forceinline__ int position(int r) const { return len - tokens + min(token(r), tokens - 1); }
+  __device__ __forceinline__ int query_head(int r) const { return head * G + row0 + r - token(r) * G; }
+  __device__ __forceinline__ size_t out_row(int r, int n_head) const { return (size_t)(first + token(r)) * n_head + query_head(r); }
+};
+// x / sum, with a sink in the sum
+__device__ __forceinline__ float share(float x, float top, float sum, const float* sinks, int head) {
+  if (sinks) {
+    float z = loadf(sinks + head) * LOG2E, t = fmaxf(top, z), fix = exp2f(top - t);
+    x *= fix; sum = sum * fix + exp2f(z - t);
+  }
+  return sum > 0 ? x / sum : 0.f;
+}
+// Where the partial results of this block's rows are: [.., split][8] of (maximum, sum), and [.., split][8][dv]
+struct Partials {
+  float *ml, *sums; int dv;
+  __device__ __forceinline__ Partials(float* ml_, float* sums_, int max_splits, int dv_) : dv(dv_) {
+    size_t at = ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * max_splits * ROWS8;
+    ml = ml_ + at * 2; sums = sums_ + at * dv_;
+  }
+};
+// P parts in shared memory, of each row the maximum, the sum of weights and the weighted sum [part][8][pitch]: together the result, or a partial one. A warp has a row
+template <int P>
+__device__ __forceinline__ void finish_split(const Few& w, const Partials& to, const float* parts, int pitch, const float (*tops)[ROWS8], const float (*totals)[ROWS8],
+                                             int split, float* out, const float* sinks, int n_head) {
+  int lane = threadIdx.x & 31;
+  for (int r = threadIdx.x >> 5; r < w.rows; r += blockDim.x >> 5) {
+    float fix[P], top = NEVER, sum = 0;
+#pragma unroll
+    for (int p = 0; p < P; p++) top = fmaxf(top, tops[p][r]);
+#pragma unroll
+    for (int p = 0; p < P; p++) { fix[p] = exp2f(tops[p][r] - top); sum += totals[p][r] * fix[p]; }
+    bool whole = w.num_splits == 1;
+    float one = whole ? share(1.f, top, sum, sinks, w.query_head(r)) : 1.f, *row = whole ? out + w.out_row(r, n_head) * to.dv : to.sums + ((size_t)split * ROWS8 + r) * to.dv;
+    for (int d = lane; d < to.dv; d += 32) {
+      float x = 0;
+#pragma unroll
+      for (int p = 0; p < P; p++) x += fix[p] * parts[(p * ROWS8 + r) * pitch + d];
+      row[d] = x * one;
+    }
+    if (!whole && lane == 0) *(float2*)(to.ml + (split * ROWS8 + r) * 2) = make_float2(top, sum);
+  }
+}
+// Whoever comes last adds up the pieces, in their order. A warp has a row, a lane the maximum and the sum of every 32nd piece and V neighbouring numbers of the result
+template <int V>
+__device__ __forceinline__ void merge_splits(const Few& w, const Partials& from, int* counters, float* out, const float* sinks, int n_head) {
+  __shared__ int last;
+  __syncthreads();
+  int* counter = counters + blockIdx.z * gridDim.x + blockIdx.x;
+  if (threadIdx.x == 0) { fence(); last = atomicAdd(counter, 1) == min((int)gridDim.y, w.num_splits) - 1; fence(); }      // for the whole block: it has just met, and meets again
+  __syncthreads();
+  if (!last) return;
+  int lane = threadIdx.x & 31, dv = from.dv;
+  for (int r = threadIdx.x >> 5; r < w.rows; r += blockDim.x >> 5) {
+    float m[3], f[3], one = 0;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      int p = lane + 32 * i; uint2 v = p < w.num_splits ? load8(from.ml + (p * ROWS8 + r) * 2) : make_uint2(__float_as_uint(NEVER), 0);
+      m[i] = __uint_as_float(v.x); f[i] = __uint_as_float(v.y);
+    }
+#pragma unroll 1
+    for (int d0 = 0; d0 < dv; d0 += 32 * V) {
+      int d = d0 + V * lane; float x[V] = {}; const float* at = from.sums + (size_t)r * dv + d;
+#pragma unroll 1
+      for (int p = 0; p < w.num_splits; p += 16, at += 16 * ROWS8 * dv) {
+        float part[16][V];
+#pragma unroll
+        for (int j = 0; j < 16; j++) {                                // all on their way at once, while the weights are computed
+          bool in = d < dv && p + j < w.num_splits;
+          if constexpr (V == 4) { float4 v = in ? loadf4(at + j * ROWS8 * dv) : make_float4(0, 0, 0, 0); part[j][0] = v.x; part[j][1] = v.y; part[j][2] = v.z; part[j][3] = v.w; }
+          else part[j][0] = in ? loadf(at + j * ROWS8 * dv) : 0.f;
+        }
+        if (p + d0 == 0) {
+          float top = warp_max(fmaxf(m[0], fmaxf(m[1], m[2]))), sum = 0;
+#pragma unroll
+          for (int i = 0; i < 3; i++) { m[i] = exp2f(m[i] - top); sum += m[i] * f[i]; }
+          one = share(1.f, top, warp_sum(sum), sinks, w.query_head(r));
+        }
+        float weights = p < 32 ? m[0] : p < 64 ? m[1] : m[2];
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+          float weight = __shfl_sync(~0u, weights, (p & 31) + j);
+#pragma unroll
+          for (int e = 0; e < V; e++) x[e] += weight * part[j][e];    // of pieces that are none 0 times 0
+        }
+      }
+      float* to = out + w.out_row(r, n_head) * dv + d;
+      if (d < dv) { if constexpr (V == 4) *(float4*)to = make_float4(x[0] * one, x[1] * one, x[2] * one, x[3] * one); else *to = x[0] * one; }
+    }
+  }
+  if (threadIdx.x == 0) *counter = 0;
+}
+// Rows of a sequence of no positions (the step's last rows may stand for nothing) are zeros
+__device__ __forceinline__ void no_rows(const Few& w, float* out, int n_head, int dv) {
+  if (w.len <= 0 && w.tokens == 1 && blockIdx.y == 0)
+#pragma unroll 1
+    for (int r = threadIdx.x >> 5; r < min(ROWS8, w.G - w.row0); r += blockDim.x >> 5)
+#pragma unroll 1
+      for (int d = threadIdx.x & 31; d < dv; d += 32) out[w.out_row(r, n_head) * dv + d] = 0.f;
+}
+
+// ---------------------------------------------------------------- few rows, tensor cores
+#if __CUDA_ARCH__ >= 800
+// 16 positions of keys on their way to a place in shared memory, where each lane finds what it asked for: lane 4g + t units 4c + t of positions g and g + 8, as [c][2][lane].
+// Then the scales, as in the cache; these every lane reads
+template <class T, int D> struct Keys {
+  static __device__ __forceinline__ u32 numbers(int width) { return (width + 31) / 32 * 64 * T::BYTES; }
+  static __device__ __forceinline__ u32 bytes(int width) { return numbers(width) + (T::SCALED ? (width + 31) / 32 * 32 : 0); }
+  static __device__ __forceinline__ void fetch(u32 to, const char* head, int width, int g, int t) {
+    u32 stride = row_bytes(T::TYPE, width), lane = 4 * g + t, own = to + lane * T::BYTES; const char* row[2] = {head + g * stride + t * T::BYTES, head + (g + 8) * stride + t * T::BYTES};
+#pragma unroll
+    for (int c = 0; c < D / 32; c++)
+      if (32 * c < width)
+#pragma unroll
+        for (int h = 0; h < 2; h++) copy_zero<T::BYTES>(own + (c * 2 + h) * 32 * T::BYTES, row[h] + 4 * c * T::BYTES, T::SCALED || 32 * c + 8 * t < width ? T::BYTES : 0);
+    if constexpr (T::SCALED)
+#pragma unroll
+      for (int i = 0; i < D / 128; i++)
+        if (128 * i + 4 * lane < (width + 31) / 32 * 32) copy<4>(to + numbers(width) + 128 * i + 4 * lane, head + 16 * stride + 128 * i + 4 * lane);
+  }
+  static __device__ __forceinline__ typename T::Unit unit(u32 from, int c, int h, int lane) { return T::shared(from + ((c * 2 + h) * 32 + lane) * T::BYTES); }
+};
+// The same of values: lane 4g + t has units 8c + g of positions 2t, 2t + 1, 2t + 8, 2t + 9, [c][4][lane]; zeros where nobody looks (stale bytes may be anything)
+template <class T, int D> struct Values {
+  static __device__ __forceinline__ u32 numbers(int width) { return (width + 63) / 64 * 128 * T::BYTES; }
+  static __device__ __forceinline__ u32 bytes(int width) { return numbers(width) + (T::SCALED ? (width + 31) / 32 * 32 : 0); }
+  static __device__ __forceinline__ void fetch(u32 to, const char* head, int width, int g, int t, int lo, int hi) {
+    u32 stride = row_bytes(T::TYPE, width), lane = 4 * g + t, own = to + lane * T::BYTES, in[4]; const char *row0 = head + 2 * t * stride + g * T::BYTES, *row8 = row0 + 8 * stride;
+#pragma unroll
+    for (int j = 0; j < 4; j++) { int p = 2 * t + (j & 1) + 8 * (j >> 1); in[j] = p >= lo && p < hi ? T::BYTES : 0; }
+#pragma unroll
+    for (int c = 0; c < D / 64; c++)
+      if (64 * c < width)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          copy_zero<T::BYTES>(own + (c * 4 + j) * 32 * T::BYTES, (j < 2 ? row0 : row8) + (j & 1) * stride + 8 * c * T::BYTES,
+                              (T::SCALED ? 64 * c + 32 * (g >> 2) : 64 * c + 8 * g) < width ? in[j] : 0);
+    if constexpr (T::SCALED)
+#pragma unroll
+      for (int i = 0; i < D / 128; i++)
+        if (128 * i + 4 * lane < (width + 31) / 32 * 32) copy<4>(to + numbers(width) + 128 * i + 4 * lane, head + 16 * stride + 128 * i + 4 * lane);
+  }
+  static __device__ __forceinline__ typename T::Unit unit(u32 from, int c, int j, int lane) { return T::shared(from + ((c * 4 + j) * 32 + lane) * T::BYTES); }
+  // the scales of positions 2t and 2t + 1 (+ 8 h) of group 2c + (g >> 2)
+  static __device__ __forceinline__ u32 scales(u32 from, int width, int c, int h, int g, int t, int lo, int hi) {
+    int group = 2 * c + (g >> 2), p = 2 * t + 8 * h;
+    u32 v = 32 * group < width ? shared4(from + numbers(width) + (group * 16 + p) * 2) : 0;
+    return (p >= lo && p < hi ? v & 0xffff : 0) | (p + 1 >= lo && p + 1 < hi ? v & 0xffff0000 : 0);
+  }
+};
+#endif
+// Scores S^T = K Q^T and sums O^T = V^T P^T of 8 rows: positions, and then numbers of a value, are the 16 rows of the instruction, the 8 query rows its columns.
+// Warp w takes blocks w, w + WARPS, ... of a piece, STAGES of them on their way, over the ends of pieces. Blocks of the cache that no kernel of this step writes are asked for before the wait.
+template <class KT, class VT, int D, int WARPS, int STAGES>
+__global__ __launch_bounds__(WARPS * 32, (D > 128 ? 8 : 12) / WARPS) void attention_split(float* out, const float* q, const char* k, const char* v, int* counters, float* ml, float* sums,
+    const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int log_piece, int q_pitch,
+    int n_head, int n_head_kv, int dk, int dv, int window, float scale, float softcap) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int C = D / 32;
+  extern __shared__ __align__(16) float red[];                        // [WARPS][8 rows][dv + 1]; then the warps' rings
+  __shared__ float tops[WARPS][ROWS8], totals[WARPS][ROWS8];
+  pdl_trigger();
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  Few w(query_start_loc, seq_lens, few, n_head, n_head_kv, window, log_piece);
+  int split = blockIdx.y; bool here = split < w.num_splits;
+  if (!here && blockIdx.y) { pdl_leave(); return; }                   // blocks y = 0 wait for all
+  const int* table = block_table + (size_t)blockIdx.z * max_blocks;
+  u32 k_head = head_bytes(KT::TYPE, dk), v_head = head_bytes(VT::TYPE, dv), k_bytes = Keys<KT, D>::bytes(dk), stage_bytes = k_bytes + Values<VT, D>::bytes(dv);
+  u32 ring = shared_address(red) + WARPS * ROWS8 * (dv + 1) * 4 + warp * STAGES * stage_bytes, slot = ring, used = ring, end = ring + STAGES * stage_bytes;
+  const char *k_at = k + (size_t)w.head * k_head, *v_at = v + (size_t)w.head * v_head;
+  int window_lo = first_seen(w.len - w.tokens, window);
+  struct Part { int lo, hi, base, i, end; } part, next;               // positions of a piece; the warp's blocks of it are base + WARPS i
+  auto part_of = [&](int s) {
+    int start = (w.first_split + s) * w.piece, base = start / 16 + warp; Part p;
+    p.lo = max(start, window_lo); p.hi = min(start + w.piece, w.len); p.base = base;
+    p.i = (p.lo / 16 - base + WARPS - 1) / WARPS; p.end = max(p.i, ((p.hi + 15) / 16 - base + WARPS - 1) / WARPS);
+    return p;
+  };
+  int from, id, later, coming = split;                                // the ids of 32 of the warp's blocks from `from` on; of the first of the piece after
+  auto ids = [&](const Part& p, int i) { Unwritten numbers; return i + lane < p.end ? (int)load4(table + p.base + WARPS * (i + lane)) : 0; };
+  auto ids_after = [&]() { int s = coming + gridDim.y; if (s < w.num_splits) { Part p = part_of(s); later = ids(p, p.i); } };
+  auto skip = [&]() {                                                 // to the next piece that has blocks for this warp
+    while (next.i == next.end && (coming += gridDim.y) < w.num_splits) { next = part_of(coming); from = next.i; id = later; ids_after(); }
+  };
+  auto fetch = [&]() {
+    if (next.i < next.end) {
+      if (next.i - from == 32) { from = next.i; id = ids(next, from); }
+      size_t block = (size_t)__shfl_sync(~0u, id, next.i - from) * n_head_kv; int p = (next.base + WARPS * next.i) * 16;
+      {
+        Unwritten bytes;                                              // or after the wait
+        Keys<KT, D>::fetch(slot, k_at + block * k_head, dk, g, t);
+        Values<VT, D>::fetch(slot + k_bytes, v_at + block * v_head, dv, g, t, next.lo - p, next.hi - p);
+      }
+      next.i++; skip();
+    }
+    copy_commit();
+    slot += stage_bytes; if (slot == end) slot = ring;
+  };
+  int ahead = 0;
+  if (here) {
+    next = part_of(split); from = next.i; id = ids(next, from); ids_after(); skip();
+#pragma unroll 1
+    for (; ahead < STAGES && next.i < next.end && (next.base + WARPS * next.i) * 16 + 16 <= w.len - w.tokens; ahead++) fetch();
+  }
+  int r = min(g, w.rows - 1);                                         // this lane's row of queries; rows that are none do not count
+  const float* row = q + (size_t)(w.first + (w.row0 + r) / w.G) * q_pitch + w.query_head(r) * dk;
+  int last_seen[2] = {w.position(2 * t), w.position(2 * t + 1)};      // of rows 2t and 2t + 1
+  if (here) prefetch(row);                                            // so that the address is known before the wait
+  pdl_wait();
+  if (!here) { no_rows(w, out, n_head, dv); return; }
+  float4 raw[C][2]; uint4 query[C];                                   // the queries of lane 4g + t: row g, numbers of unit 4c + t, as halves() orders those of keys
+#pragma unroll
+  for (int c = 0; c < C; c++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) { int d = KT::dim(4 * c + t, 0) + KT::HALF * h; raw[c][h] = d < dk ? loadf4(row + d) : make_float4(0, 0, 0, 0); }
+#pragma unroll 1
+  for (; ahead < STAGES; ahead++) fetch();
+#pragma unroll
+  for (int c = 0; c < C; c++) query[c] = KT::pairs(raw[c][0], raw[c][1]);
+  for (bool again = false; split < w.num_splits; split += gridDim.y, again = true) {
+    part = part_of(split);
+    float o[D / 16][4] = {}, m[2] = {NEVER, NEVER}, l[2] = {0, 0};
+    for (; part.i < part.end; part.i++) {
+      int at0 = (part.base + WARPS * part.i) * 16; u32 values = used + k_bytes;
+      copy_wait<STAGES - 1>();
+      __syncwarp();
+      float s[2][4] = {};
+#pragma unroll
+      for (int c = 0; c < C; c++)
+        if (32 * c < dk) {
+          u32 x[4], y[4]; uint4 qv = query[c]; float sum[4] = {};
+          KT::halves(Keys<KT, D>::unit(used, c, 0, lane), x); KT::halves(Keys<KT, D>::unit(used, c, 1, lane), y);
+          float (&to)[4] = KT::SCALED ? sum : s[c & 1];
+          mma_16816_f16(to, x[0], y[0], x[1], y[1], qv.x, qv.y);
+          mma_16816_f16(to, x[2], y[2], x[3], y[3], qv.z, qv.w);
+          if constexpr (KT::SCALED) {
+            u32 scales = used + Keys<KT, D>::numbers(dk) + (c * 16 + g) * 2; float d0 = half_float(shared2(scales)), d1 = half_float(shared2(scales + 16));
+            s[0][0] += d0 * sum[0]; s[0][1] += d0 * sum[1]; s[0][2] += d1 * sum[2]; s[0][3] += d1 * sum[3];
+          }
+        }
+      float p[4], high[2] = {NEVER, NEVER}, fix[2];
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        int at = at0 + g + 8 * (e >> 1), end = last_seen[e & 1]; float z = (s[0][e] + s[1][e]) * scale;
+        if (softcap != 0) z = capped_approx(z, softcap);
+        p[e] = at <= end && at >= first_seen(end, window) ? z * LOG2E : -INFINITY_F;
+        high[e & 1] = fmaxf(high[e & 1], p[e]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int x = 4; x < 32; x *= 2) high[h] = fmaxf(high[h], __shfl_xor_sync(~0u, high[h], x));
+        high[h] = fmaxf(high[h], m[h]); fix[h] = exp2_approx(m[h] - high[h]); m[h] = high[h];
+        p[h] = exp2_approx(p[h] - m[h]); p[h + 2] = exp2_approx(p[h + 2] - m[h]);
+        l[h] = l[h] * fix[h] + (p[h] + p[h + 2]);
+      }
+#pragma unroll
+      for (int d = 0; d < D / 16; d++) { o[d][0] *= fix[0]; o[d][1] *= fix[1]; o[d][2] *= fix[0]; o[d][3] *= fix[1]; }
+      u32 weight[2], both[2] = {float2_half2(p[0], p[1]), float2_half2(p[2], p[3])};                 // P, transposed: row g, positions 2t, 2t + 1 (+ 8)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        u32 x = __shfl_sync(~0u, both[h], 8 * t + (g >> 1)), y = __shfl_sync(~0u, both[h], 8 * t + 4 + (g >> 1));
+        weight[h] = __byte_perm(x, y, g & 1 ? 0x7632 : 0x5410);
+      }
+#pragma unroll
+      for (int c = 0; c < D / 64; c++)
+        if (64 * c < dv) {
+          u32 x[4][4], d[2] = {};
+#pragma unroll
+          for (int j = 0; j < 4; j++) VT::halves(Values<VT, D>::unit(values, c, j, lane), x[j]);
+          if constexpr (VT::SCALED)
+#pragma unroll
+            for (int h = 0; h < 2; h++) d[h] = Values<VT, D>::scales(values, dv, c, h, g, t, part.lo - at0, part.hi - at0);
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            u32 a0 = __byte_perm(x[0][e], x[1][e], 0x5410), a1 = __byte_perm(x[0][e], x[1][e], 0x7632), a2 = __byte_perm(x[2][e], x[3][e], 0x5410), a3 = __byte_perm(x[2][e], x[3][e], 0x7632);
+            if constexpr (VT::SCALED) { a0 = half2_mul(a0, d[0]); a1 = half2_mul(a1, d[0]); a2 = half2_mul(a2, d[1]); a3 = half2_mul(a3, d[1]); }
+            mma_16816_f16(o[4 * c + e], a0, a1, a2, a3, weight[0], weight[1]);
+          }
+        }
+      __syncwarp();                                                   // all lanes have read the scales
+      used += stage_bytes; if (used == end) used = ring;
+      fetch();
+    }
+    if (again) __syncthreads();                                       // the sums of the piece before are read
+    float* sums_at = red + warp * ROWS8 * (dv + 1);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int x = 4; x < 32; x *= 2) l[h] += __shfl_xor_sync(~0u, l[h], x);
+      if (g == 0) { tops[warp][2 * t + h] = m[h]; totals[warp][2 * t + h] = l[h]; }
+      if (2 * t + h < w.rows)
+#pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+          int d0 = VT::dim(8 * (d >> 2) + g, 2 * (d & 3)), d1 = VT::dim(8 * (d >> 2) + g, 2 * (d & 3) + 1); float* to = sums_at + (2 * t + h) * (dv + 1);
+          if (d0 < dv) to[d0] = o[d][h];
+          if (d1 < dv) to[d1] = o[d][h + 2];
+        }
+    }
+    __syncthreads();
+    finish_split<WARPS>(w, Partials(ml, sums, max_splits, dv), red, dv + 1, tops, totals, split, out, sinks, n_head);
+  }
+  copy_wait<0>();
+  if (w.num_splits > 1) merge_splits<4>(w, Partials(ml, sums, max_splits, dv), counters, out, sinks, n_head);
+#endif
+}
+
+// ---------------------------------------------------------------- many rows, tensor cores
+// A tile: tokens [from, from + tokens) of a sequence; blockIdx.x is the KV head and the group of BM rows, blockIdx.y the tile. tiles [..][2]: sequence (-1: none), from
+struct Tile {
+  int first, tokens, len, head, G, row0, rows, position0, lo, hi, sequence;
+  __device__ __forceinline__ Tile(const int* tiles, const int* query_start_loc, const int* seq_lens, int most, int bm, int n_head, int n_head_kv, int window) {
+    int groups = gridDim.x / n_head_kv;
+    sequence = load4(tiles + 2 * blockIdx.y); rows = 0;
+    if (sequence < 0) return;
+    int from = load4(tiles + 2 * blockIdx.y + 1), begin = load4(query_start_loc + sequence), n = (int)load4(query_start_loc + sequence + 1) - begin;
+    len = load4(seq_lens + sequence); first = begin + from; tokens = min(most, n - from); position0 = len - n + from;
+    G = n_head / n_head_kv; head = blockIdx.x / groups; row0 = blockIdx.x % groups * bm; rows = min(bm, tokens * G - row0);
+    if (rows > 0) { lo = first_seen(position0 + row0 / G, window); hi = position0 + (row0 + rows - 1) / G + 1; }
+  }
+  __device__ __forceinline__ int position(int r) const { return position0 + (row0 + min(r, rows - 1)) / G; }
+  __device__ __forceinline__ size_t out_row(int r, int n_head) const { return (size_t)(first + (row0 + r) / G) * n_head + head * G + (row0 + r) % G; }
+  __device__ __forceinline__ int query_head(int r) const { return head * G + (row0 + r) % G; }
+};
+#if __CUDA_ARCH__ >= 800
+// Unit u of row `row` in shared memory, rows of D float16: 8 neighbouring rows of a unit lie in different banks
+template <int D> __device__ __forceinline__ u32 swizzled(int row, int u) { return row * (2 * D) + ((u ^ (row & 7)) << 4); }
+// BN positions from j0 on, a multiple of 16, into shared memory as float16; zeros outside lo..hi-1 and past the width. ids: their blocks. A thread has a unit of every STEPth position
+template <int D, int BN> struct Fill {
+  static constexpr int U = D / 8, STEP = 128 / U, N = BN / STEP, SOME = 4;
+  u32 to, stride; const char* base; u32 bytes; int n_head_kv, head, j0, lo, hi, u, row0; bool wide;
+  __device__ __forceinline__ const char* head_of(const int (&ids)[BN / 16], int i) const { return base + ((size_t)ids[i * STEP / 16] * n_head_kv + head) * bytes; }
+  __device__ __forceinline__ bool in(int i) const { int p = j0 + row0 + i * STEP; return wide && p >= lo && p < hi; }
+  __device__ __forceinline__ void numbers(const int (&ids)[BN / 16]) const {
+#pragma unroll
+    for (int i = 0; i < N; i++) { int row = row0 + i * STEP; copy16_zero(to + swizzled<D>(row, u), head_of(ids, i) + (row & 15) * stride + 16 * u, in(i) ? 16 : 0); }
+  }
+  template <int TYPE> __device__ __forceinline__ void codes(const int (&ids)[BN / 16]) const {
+#pragma unroll
+    for (int first = 0; first < N; first += SOME) {
+      uint2 c[SOME]; u32 d[SOME];
+#pragma unroll
+      for (int j = 0; j < SOME; j++) {                                // some loads at once
+        int row = row0 + (first + j) * STEP; const char* h = head_of(ids, first + j); bool is = in(first + j);
+        c[j] = load8(h + (is ? (row & 15) * stride + (TYPE == Q8 ? 8 * u : (u >> 2) * 16 + 8 * (u & 1)) : 0));
+        d[j] = load2(h + 16 * stride + (is ? ((u >> 2) * 16 + (row & 15)) * 2 : 0)); d[j] = is ? d[j] | d[j] << 16 : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < SOME; j++) {
+        u32 x[4];
+        if (TYPE == Q8) halves_of_bytes(c[j].x, c[j].y, x);
+        else {
+          int up = 2 * (u & 2); u32 lo4 = c[j].x >> up & 0x0f0f0f0f, hi4 = c[j].y >> up & 0x0f0f0f0f;
+          x[0] = half2_add(__byte_perm(lo4, 0x64646464, 0x4140), 0xe408e408); x[1] = half2_add(__byte_perm(lo4, 0x64646464, 0x4342), 0xe408e408);
+          x[2] = half2_add(__byte_perm(hi4, 0x64646464, 0x4140), 0xe408e408); x[3] = half2_add(__byte_perm(hi4, 0x64646464, 0x4342), 0xe408e408);
+        }
+        store_shared16(to + swizzled<D>(row0 + (first + j) * STEP, u), make_uint4(half2_mul(x[0], d[j]), half2_mul(x[1], d[j]), half2_mul(x[2], d[j]), half2_mul(x[3], d[j])));
+      }
+    }
+  }
+};
+template <int D, int BN, bool CODES>
+__device__ __forceinline__ void fill(u32 to, const char* base, int type, int width, int n_head_kv, int head, const int (&ids)[BN / 16], int j0, int lo, int hi) {
+  Fill<D, BN> f; f.u = threadIdx.x % f.U; f.row0 = threadIdx.x / f.U;
+  f.to = to; f.base = base; f.n_head_kv = n_head_kv; f.head = head; f.j0 = j0; f.lo = lo; f.hi = hi; f.wide = 8 * f.u < width;
+  if constexpr (!CODES) type = F16;
+  f.stride = row_bytes(type, width); f.bytes = head_bytes(type, width);
+  if (type == F16) f.numbers(ids);
+  else if constexpr (CODES) { if (type == Q8) f.template codes<Q8>(ids); else f.template codes<Q4>(ids); }
+}
+#endif
+// 4 warps of 16 MT rows; keys and values of BN positions in shared memory. While keys are multiplied the values are on their way, and while values are, the next keys
+template <int D, bool CODES>                                          // CODES: keys or values may be quantised
+__global__ __launch_bounds__(128, D <= 128 ? 2 : 1) void attention_tile(float* out, const float* q, const char* k, const char* v, const int* tiles, const int* query_start_loc,
+    const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int most, int q_pitch, int n_head, int n_head_kv, int dk, int dv, int k_type, int v_type,
+    int window, float scale, float softcap) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int MT = D <= 128 ? 2 : 1, BM = 64 * MT, BN = D <= (__CUDA_ARCH__ >= 1000 ? 64 : 128) ? 64 : 32, U = D / 8;        // from sm_100 on registers would spill
+  extern __shared__ __align__(16) float red[];                        // queries [BM][D], keys [BN][D], values [BN][D] as float16
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  u32 queries = shared_address(red), keys = queries + BM * D * 2, values = keys + BN * D * 2;
+  pdl_trigger();
+  Tile w(tiles, query_start_loc, seq_lens, most, BM, n_head, n_head_kv, window);
+  pdl_wait();
+  if (w.rows <= 0) return;
+  const int* table = block_table + (size_t)w.sequence * max_blocks; int ids[BN / 16], last = (w.hi - 1) / 16;
+  auto blocks_of = [&](int j0) {
+#pragma unroll
+    for (int i = 0; i < BN / 16; i++) ids[i] = load4(table + min(j0 / 16 + i, last));
+  };
+  int j0 = w.lo / BN * BN;
+  blocks_of(j0);
+  fill<D, BN, CODES>(keys, k, k_type, dk, n_head_kv, w.head, ids, j0, w.lo, w.hi);
+  copy_commit();
+  for (int i = threadIdx.x; i < BM * U; i += 128) {
+    int row = i / U, u = i % U; u32 x[4] = {};
+    if (row < w.rows && 8 * u < dk) {
+      const float* p = q + (size_t)(w.first + (w.row0 + row) / w.G) * q_pitch + w.query_head(row) * dk + 8 * u;
+      float4 a = loadf4(p), b = loadf4(p + 4);
+      x[0] = float2_half2(a.x, a.y); x[1] = float2_half2(a.z, a.w); x[2] = float2_half2(b.x, b.y); x[3] = float2_half2(b.z, b.w);
+    }
+    store_shared16(queries + swizzled<D>(row, u), make_uint4(x[0], x[1], x[2], x[3]));
+  }
+  float o[MT][D / 8][4] = {}, m[MT][2], l[MT][2];
+  int row0 = warp * 16 * MT, least = w.position(0), start = first_seen(w.position(BM - 1), window); float unit = softcap != 0 ? LOG2E : scale * LOG2E;
+#pragma unroll
+  for (int i = 0; i < MT; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) { m[i][h] = NEVER; l[i][h] = 0; }
+  for (; j0 < w.hi; j0 += BN) {
+    copy_wait<0>();
+    __syncthreads();                                                  // keys are there, and the values before them are used
+    if (j0 > w.lo) blocks_of(j0);                                     // again, rather than in registers for so long
+    fill<D, BN, CODES>(values, v, v_type, dv, n_head_kv, w.head, ids, j0, w.lo, w.hi);
+    copy_commit();
+    float s[MT][BN / 8][4] = {};
+#pragma unroll
+    for (int c = 0; c < D / 16; c++) {                                // past the width are zeros: no branches, so that the next fragments are on their way while these are multiplied
+      u32 a[MT][4];
+#pragma unroll
+      for (int i = 0; i < MT; i++) ldmatrix_x4(a[i], queries + swizzled<D>(row0 + 16 * i + (lane & 15), 2 * c + (lane >> 4)));
+#pragma unroll
+      for (int n = 0; n < BN / 16; n++) {
+        u32 b[4]; ldmatrix_x4(b, keys + swizzled<D>(16 * n + (lane & 7) + (lane >> 4) * 8, 2 * c + (lane >> 3 & 1)));
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+          mma_16816_f16(s[i][2 * n], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+          mma_16816_f16(s[i][2 * n + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+        }
+      }
+    }
+    __syncthreads();                                                  // keys are used
+    if (j0 + BN < w.hi) { blocks_of(j0 + BN); fill<D, BN, CODES>(keys, k, k_type, dk, n_head_kv, w.head, ids, j0 + BN, w.lo, w.hi); }
+    copy_commit();
+    if (softcap != 0)
+#pragma unroll
+      for (int x = 0; x < MT * BN / 2; x++) { float& z = s[x / (BN / 2)][x / 4 % (BN / 8)][x % 4]; z = capped_approx(z * scale, softcap); }
+    if (j0 + BN - 1 > least || j0 < start)                            // some row does not see all of this
+#pragma unroll
+      for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int end = w.position(row0 + 16 * i + g + 8 * h), seen = first_seen(end, window);
+#pragma unroll
+          for (int x = 0; x < BN / 4; x++) {
+            int at = j0 + 8 * (x >> 1) + 2 * t + (x & 1);
+            if (at > end || at < seen) s[i][x >> 1][2 * h + (x & 1)] = -INFINITY_F;
+          }
+        }
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float high = -INFINITY_F, sum = 0;
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++) high = fmaxf(high, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+        high = fmaxf(m[i][h], high * unit);
+        float fix = exp2_approx(m[i][h] - high); m[i][h] = high;
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; e++) { s[i][n][e] = exp2_approx(fmaf(s[i][n][e], unit, -high)); sum += s[i][n][e]; }
+        l[i][h] = l[i][h] * fix + sum;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) { o[i][n][2 * h] *= fix; o[i][n][2 * h + 1] *= fix; }
+      }
+    copy_wait<1>();
+    __syncthreads();                                                  // values are there
+#pragma unroll
+    for (int c = 0; c < BN / 16; c++) {
+      u32 a[MT][4];
+#pragma unroll
+      for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) a[i][e] = float2_half2(s[i][2 * c + (e >> 1)][2 * (e & 1)], s[i][2 * c + (e >> 1)][2 * (e & 1) + 1]);
+#pragma unroll
+      for (int n0 = 0; n0 < D / 16; n0 += 4)                          // a choice for four at a time: more loads in between, and no registers spill
+        if (16 * n0 < dv)
+#pragma unroll
+          for (int n = n0; n < n0 + 4; n++) {
+            u32 b[4]; ldmatrix_x4_trans(b, values + swizzled<D>(16 * c + (lane & 15), 2 * n + (lane >> 4)));
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+              mma_16816_f16(o[i][2 * n], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+              mma_16816_f16(o[i][2 * n + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+          }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < MT; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = l[i][h]; int r = row0 + 16 * i + g + 8 * h;
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (r >= w.rows) continue;
+      float one = share(1.f, m[i][h], sum, sinks, w.query_head(r)), *to = out + w.out_row(r, n_head) * dv + 2 * t;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) if (8 * n < dv) *(float2*)(to + 8 * n) = make_float2(o[i][n][2 * h] * one, o[i][n][2 * h + 1] * one);
+    }
+#endif
+}
+
+// ---------------------------------------------------------------- float32
+// Number d of position p of a head of a block
+__device__ __forceinline__ float number(const char* head, int type, u32 stride, int p, int d) {
+  const char* row = head + p * stride;
+  if (type == F32) return loadf((const float*)row + d);
+  if (type == F16) return half_float(load2(row + 2 * d));
+  float scale = half_float(load2(head + 16 * stride + ((d >> 5) * 16 + p) * 2));
+  if (type == Q8) return scale * (float)(signed char)load1(row + d);
+  u32 b = load1(row + (d >> 5) * 16 + (d & 15));
+  return scale * (float)((int)(d & 16 ? b >> 4 : b & 15) - 8);
+}
+// Shared memory of the float32 kernels: queries [8 R][dk], 32 keys [32][dk + 1] and then in the same place 32 values [32][dv], weights [8 R][32], results [8][dv] of a piece
+template <int R, class W>
+__device__ __forceinline__ void exact_rows(const W& w, float* red, const float* q, const char* k, const char* v, const int* table, int lo, int hi, int q_pitch, int n_head_kv,
+    int dk, int dv, int k_type, int v_type, int window, float scale, float softcap, float (&o)[R][16], float (&m)[R], float (&l)[R]) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wide = max(dk + 1, dv), end[R];
+  float *queries = red, *numbers = red + 8 * R * dk, *weights = numbers + 32 * wide;
+  u32 k_stride = row_bytes(k_type, dk), v_stride = row_bytes(v_type, dv); size_t k_head = head_bytes(k_type, dk), v_head = head_bytes(v_type, dv);
+  for (int i = threadIdx.x; i < 8 * R * dk; i += 256) {
+    int r = i / dk, d = i % dk;
+    queries[i] = r < w.rows ? loadf(q + (size_t)(w.first + (w.row0 + r) / w.G) * q_pitch + w.query_head(r) * dk + d) : 0.f;
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    end[r] = w.position(warp * R + r); m[r] = NEVER; l[r] = 0;
+#pragma unroll
+    for (int d = 0; d < 16; d++) o[r][d] = 0;
+  }
+  for (int j0 = lo & ~31; j0 < hi; j0 += 32) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < 32 * dk; i += 256) {
+      int p = j0 + i / dk, d = i % dk;
+      numbers[i / dk * (dk + 1) + d] = p >= lo && p < hi ? number(k + ((size_t)load4(table + p / 16) * n_head_kv + w.head) * k_head, k_type, k_stride, p & 15, d) : 0.f;
+    }
+    __syncthreads();
+    float s[R] = {};
+    for (int d = 0; d < dk; d++) {
+      float x = numbers[lane * (dk + 1) + d];
+#pragma unroll
+      for (int r = 0; r < R; r++) s[r] += queries[(warp * R + r) * dk + d] * x;
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      float z = s[r] * scale; int at = j0 + lane;
+      if (softcap != 0) z = capped(z, softcap);
+      z = at <= end[r] && at >= first_seen(end[r], window) && at < hi ? z * LOG2E : -INFINITY_F;
+      float high = fmaxf(m[r], warp_max(z)), fix = exp2f(m[r] - high), e = exp2f(z - high);
+      m[r] = high; l[r] = l[r] * fix + warp_sum(e);
+      weights[(warp * R + r) * 32 + lane] = e;
+#pragma unroll
+      for (int d = 0; d < 16; d++) o[r][d] *= fix;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 32 * dv; i += 256) {
+      int p = j0 + i / dv, d = i % dv;
+      numbers[i] = p >= lo && p < hi ? number(v + ((size_t)load4(table + p / 16) * n_head_kv + w.head) * v_head, v_type, v_stride, p & 15, d) : 0.f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int d = 0; d < 16; d++)
+      if (32 * d + lane < dv)
+        for (int p = 0; p < 32; p++) {
+          float x = numbers[p * dv + 32 * d + lane];
+#pragma unroll
+          for (int r = 0; r < R; r++) o[r][d] += weights[(warp * R + r) * 32 + p] * x;
+        }
+  }
+}
+template <int R>                                                      // rows of a warp: 1, since a piece has 8
+__global__ __launch_bounds__(256, 1) void exact_split(float* out, const float* q, const char* k, const char* v, int* counters, float* ml, float* sums,
+    const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int log_piece, int q_pitch,
+    int n_head, int n_head_kv, int dk, int dv, int k_type, int v_type, int window, float scale, float softcap) {
+  extern __shared__ __align__(16) float red[];
+  __shared__ float top[1][ROWS8], total[1][ROWS8];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  pdl_trigger();
+  Few w(query_start_loc, seq_lens, few, n_head, n_head_kv, window, log_piece);
+  if ((int)blockIdx.y >= w.num_splits && blockIdx.y) { pdl_leave(); return; }
+  pdl_wait();
+  if ((int)blockIdx.y >= w.num_splits) { no_rows(w, out, n_head, dv); return; }
+  for (int split = blockIdx.y; split < w.num_splits; split += gridDim.y) {
+    float o[R][16], m[R], l[R], *results = red + 8 * dk + 32 * max(dk + 1, dv) + 8 * 32;
+    int start = (w.first_split + split) * w.piece;
+    exact_rows<R>(w, red, q, k, v, block_table + (size_t)blockIdx.z * max_blocks, max(start, first_seen(w.len - w.tokens, window)), min(start + w.piece, w.len),
+                  q_pitch, n_head_kv, dk, dv, k_type, v_type, window, scale, softcap, o, m, l);
+#pragma unroll
+    for (int d = 0; d < 16; d++) if (32 * d + lane < dv) results[warp * dv + 32 * d + lane] = o[0][d];
+    if (lane == 0) { top[0][warp] = m[0]; total[0][warp] = l[0]; }
+    __syncthreads();
+    finish_split<1>(w, Partials(ml, sums, max_splits, dv), results, dv, top, total, split, out, sinks, n_head);
+    __syncthreads();
+  }
+  if (w.num_splits > 1) merge_splits<1>(w, Partials(ml, sums, max_splits, dv), counters, out, sinks, n_head);
+}
+template <int R>                                                      // rows of a warp: 3, so that heads of 256 fit into the 64 KB of a Turing card
+__global__ __launch_bounds__(256, 1) void exact_tile(float* out, const float* q, const char* k, const char* v, const int* tiles, const int* query_start_loc,
+    const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int most, int q_pitch, int n_head, int n_head_kv, int dk, int dv, int k_type, int v_type,
+    int window, float scale, float softcap) {
+  extern __shared__ __align__(16) float red[];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  pdl_trigger();
+  Tile w(tiles, query_start_loc, seq_lens, most, 8 * R, n_head, n_head_kv, window);
+  pdl_wait();
+  if (w.rows <= 0) return;
+  float o[R][16], m[R], l[R];
+  exact_rows<R>(w, red, q, k, v, block_table + (size_t)w.sequence * max_blocks, w.lo, w.hi, q_pitch, n_head_kv, dk, dv, k_type, v_type, window, scale, softcap, o, m, l);
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    int row = warp * R + r;
+    if (row >= w.rows) continue;
+    float one = share(1.f, m[r], l[r], sinks, w.query_head(row));
+#pragma unroll
+    for (int d = 0; d < 16; d++) if (32 * d + lane < dv) out[w.out_row(row, n_head) * dv + 32 * d + lane] = o[r][d] * one;
+  }
+}

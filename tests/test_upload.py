@@ -1,0 +1,179 @@
+"""Weights on the GPU, in the emulator where there is none: the planes of chapter 14 byte for byte, from maps and from arrays; what cannot be pinned; what does not fit; which device."""
+import importlib.util
+import shutil
+
+import numpy as np
+import pytest
+
+from literate_engine import upload as module
+from literate_engine.cuda import cupy
+from literate_engine.gguf import GGUFFile, write_gguf
+from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
+from literate_engine.quants import QUANT_TYPES, QuantTensor, dequantize
+from literate_engine.upload import Uploader, choose_device, gpu_bytes, gpu_facts, held_blocks_gpu, held_on_gpu, memory_plan, upload, weight_bytes
+
+EMULATED = importlib.util.find_spec("cupy") is None
+pytestmark = pytest.mark.skipif(EMULATED and not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the emulator needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    if EMULATED: monkeypatch.setenv("LITERATE_GPU", "emulated")
+
+
+def tensor(name, n, blocks, rng):
+    t = QUANT_TYPES[name]
+    return QuantTensor(rng.integers(0, 256, (n, blocks*t.type_size), dtype=np.uint8), name, (n, blocks*t.block_size))
+
+
+class Rows:
+    def __init__(self, tensor, rows): self.tensor, self.rows, self.type, self.shape = tensor, np.asarray(rows), tensor.type, (len(rows), tensor.shape[-1])
+    @property
+    def raw(self): return self.tensor.raw[self.rows]
+
+
+def check(parts, **kw):
+    done, notes = upload(parts, **kw)
+    for part, w in zip(parts, done, strict=True):
+        raw, to = held_blocks_gpu(part.raw, part.type.name)
+        assert (w.type, w.n, w.k) == (to, *part.shape) and w.nbytes == gpu_bytes(part.type.name, *part.shape)
+        for plane, want in zip(w.planes, pack_gpu(raw, to).values(), strict=True):
+            assert (plane is None) == (want is None) and (plane is None or np.array_equal(plane.get(), want)), (part.type.name, part.shape)
+    return notes
+
+
+@pytest.mark.parametrize("name", [*GPU_FORMATS, *HALVES])
+def test_planes(name, monkeypatch):
+    rng = np.random.default_rng(len(name))
+    parts = [tensor(name, n, b, rng) for n, b in ((1, 1), (3, 7), (31, 2), (32, 4), (33, 5), (70, 1), (65, 8))]
+    parts += [Rows(parts[-1], rng.permutation(65)), Rows(parts[-1], [7]), Rows(parts[-2], np.repeat([5, 60], 20))]
+    assert check(parts) == []
+    for piece in (1, 500, 5000):
+        monkeypatch.setattr(module, "PIECE", piece)
+        check(parts)
+
+
+def mapped(folder, rng):
+    "A file whose matrices begin and end anywhere, and the parts that a model might want of it."
+    names = [("Q4_K", 70, 4), ("F16", 24, 64), ("Q8_0", 33, 9), ("F16", 11, 13), ("Q6_K", 40, 1), ("IQ4_NL", 8, 8), ("BF16", 5, 24)]
+    tensors = [tensor(*name, rng) for name in names]
+    tensors[5].raw.reshape(-1, 18)[:, :2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    write_gguf(folder / "some.gguf", {"general.architecture": "toy"}, {f"w{i}": (t.raw, t.type.name, t.shape) for i, t in enumerate(tensors)})
+    file = GGUFFile(folder / "some.gguf")
+    parts = [QuantTensor.from_gguf(file, name) for name in file.tensors]
+    return file, parts + [Rows(parts[0], rng.permutation(70)), Rows(parts[0], np.arange(3, 50)), Rows(parts[1], np.arange(24)[::-1])]
+
+
+@pytest.mark.parametrize("pin", ["register", "staged", "plain"])
+@pytest.mark.parametrize("piece", [100, 3000, 1 << 20])
+def test_from_a_map(pin, piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE", max(piece, 1200) if pin == "staged" else piece)
+    monkeypatch.setattr(module, "PIN", 1 << 12)
+    file, parts = mapped(tmp_path, np.random.default_rng(1))
+    assert check(parts, maps=[s.data for s in file.shards], pin=pin) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"]
+    del parts
+    assert file.close()
+
+
+def test_pages_are_pinned_once_and_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIN", 1 << 12)
+    runtime, held, done = cupy().cuda.runtime, set(), []
+    def register(at, size, flags):
+        assert at % 4096 == 0 and size > 0 and flags == 8 and at not in held
+        held.add(at), done.append(at)
+    monkeypatch.setattr(type(runtime), "hostRegister", staticmethod(register))
+    monkeypatch.setattr(type(runtime), "hostUnregister", staticmethod(held.remove))
+    file, parts = mapped(tmp_path, np.random.default_rng(2))
+    check(parts, maps=[s.data for s in file.shards])
+    assert len(done) == -(-file.nbytes//4096) and not held
+
+
+def test_a_map_that_cannot_be_pinned_is_staged_and_said(tmp_path, monkeypatch):
+    runtime = cupy().cuda.runtime
+    def refuse(*args): raise runtime.CUDARuntimeError("cudaErrorNotSupported: operation not supported")
+    monkeypatch.setattr(type(runtime), "hostRegister", staticmethod(refuse))
+    file, parts = mapped(tmp_path, np.random.default_rng(3))
+    notes = check(parts, maps=[s.data for s in file.shards])
+    assert notes[0] == "the mapped file cannot be pinned (cudaErrorNotSupported: operation not supported): its bytes go through pinned buffers" and len(notes) == 2
+
+
+def test_one_tensor_is_sent_once(tmp_path):
+    file, parts = mapped(tmp_path, np.random.default_rng(4))
+    u = Uploader([s.data for s in file.shards])
+    for part in (parts[0], parts[7], parts[8]): u.matrix(part)
+    assert u.slot == 0
+    u.matrix(parts[2])
+    assert u.slot == 1 and u.nbytes == sum(gpu_bytes(p.type.name, *p.shape) for p in (parts[0], parts[7], parts[8], parts[2]))
+    u.finish()
+
+
+def test_progress_and_a_wrong_shape():
+    told, rng = [], np.random.default_rng(5)
+    upload([tensor("Q4_0", 2, 1, rng), tensor("Q4_0", 3, 1, rng)], lambda done, num: told.append((done, num)))
+    assert told == [(1, 2), (2, 2)]
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 2, 32\) on the GPU: expected a matrix"): upload([QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32))])
+
+
+@pytest.mark.parametrize("name", ["IQ4_NL", "MXFP4", "Q3_K", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"])
+def test_exact_conversions(name):
+    "All bytes at random, but the scale: one that is small, large, zero."
+    rng, t = np.random.default_rng(6), QUANT_TYPES[name]
+    at = {"Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}.get(name, 0)
+    for scale in (0, 6e-5, 1, -0.3, 500):
+        raw = rng.integers(0, 256, (6, t.type_size), dtype=np.uint8)
+        if name == "MXFP4": raw[:, 0] = 128 + np.log2(scale).astype(int) if scale > 0 else 120
+        else: raw[:, at:at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        held, to = held_blocks_gpu(raw, name)
+        assert to == held_on_gpu(name) and np.array_equal(dequantize(held, to), dequantize(raw, name))
+
+
+def test_what_float16_cannot_hold():
+    "Past its range the values are bfloat16, whatever the type was to be held as."
+    big = np.array([[1e6, -2e30, 0, 1]], np.float32)
+    held, to = held_blocks_gpu(big.view(np.uint8), "F32")
+    assert to == "BF16" and np.allclose(dequantize(held, to), big, rtol=2**-8)
+    tiny = np.zeros((1, 17), np.uint8); tiny[0] = 0x73; tiny[0, 0] = 90          # 2^-37 and its multiples
+    held, to = held_blocks_gpu(tiny, "MXFP4")
+    assert np.array_equal(dequantize(held, to), dequantize(tiny, "MXFP4")) or to == "BF16"
+
+
+def kv(n, kv_type): return {"f16": 64, "q8_0": 34, "q4_0": 18}[kv_type]*1024*n
+
+
+@pytest.mark.parametrize("free, says", [(4 << 30, None), (int(1.7*2**30), "what would fit: max_model_len "), (int(1.31*2**30), "kv_type q4_0 with max_model_len"), (1 << 30, "a smaller quantisation")])
+def test_the_plan(free, says):
+    fixed = {"weights": 1 << 30, "activations": 30 << 20, "logits": 1 << 20}
+    if says is None:
+        plan = memory_plan(fixed, kv, 16384, "f16", free, kv_wanted=2 << 30)
+        assert plan.needed <= free and plan.parts["KV cache"] == 2 << 30 and plan.parts["weights"] == 1 << 30
+        assert memory_plan(fixed, kv, 16384, "f16", free).needed == free
+        return
+    with pytest.raises(ValueError, match="not enough memory on the GPU: needs .*weights 1.00 GiB.*KV cache for 16384 tokens in f16 1.00 GiB; free") as e: memory_plan(fixed, kv, 16384, "f16", free)
+    assert says in str(e.value) and "\n" not in str(e.value)
+    for advice in str(e.value).partition("what would fit: ")[2].split(", or "):
+        words = advice.split()
+        if not words: continue
+        kv_type, n = words[1] if words[0] == "kv_type" else "f16", int(words[-1]) if "max_model_len" in words else 16384
+        memory_plan(fixed, kv, n, kv_type, free)
+
+
+def test_weight_bytes():
+    rng = np.random.default_rng(7)
+    parts = [tensor("Q4_K", 33, 2, rng), tensor("IQ2_XS", 4, 1, rng), tensor("F16", 5, 20, rng), QuantTensor(np.zeros((1, 40), np.uint8), "F32", (10,))]
+    assert weight_bytes(parts) == sum(w.nbytes for w in upload(parts[:3])[0]) + 40
+
+
+@pytest.mark.skipif(not EMULATED, reason="there is CuPy")
+def test_which_device(monkeypatch):
+    assert choose_device() == ("cpu", "the GPU is emulated, which is for tests: it has to be asked for by name")
+    gpu, = gpu_facts()[0]
+    assert gpu["emulated"] and gpu["compute"] == "9.0" and "read_gb_s" not in gpu
+    card = module.device().__class__(0, "Some GPU", 80, 108, 40 << 20, 163 << 10)
+    monkeypatch.setattr(module, "device", lambda: card)
+    assert choose_device(1 << 30) == ("cuda", "Some GPU has 8.00 GiB free, the model needs 1.00 GiB")
+    device, why = choose_device(90 << 30)
+    assert device == "cpu" and why.startswith("the model needs 90.00 GiB, of the 8.00 GiB of Some GPU there are ")
+    monkeypatch.undo()
+    monkeypatch.delenv("LITERATE_GPU", raising=False)
+    device, why = choose_device()
+    assert device == "cpu" and "pip install" in why and gpu_facts() == ([], why)
