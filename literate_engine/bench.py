@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PEERS', 'QUESTION', 'DEFAULTS', 'BATCHES', 'TooShort', 'together', 'Ours', 'LlamaCpp', 'LlamaNative',
-           'bytes_per_token', 'prompts_for', 'measure', 'load_time', 'ask', 'second_turn', 'turn_times', 'run_bench']
+           'bytes_per_token', 'read_ceiling', 'prompts_for', 'measure', 'load_time', 'ask', 'second_turn', 'turn_times',
+           'run_bench']
 
 # %% ../nbs/60_bench.ipynb #d1e30bf2
 import json
@@ -157,6 +158,13 @@ def bytes_per_token(path: Path) -> int:
     if "output.weight" in sizes: sizes.pop("token_embd.weight", None)
     return sum(sizes.values())
 
+# %% ../nbs/60_bench.ipynb #3eba499a
+def read_ceiling(device: str, threads: int) -> float:  # GB/s
+    "How fast the device reads its memory."
+    if device == "cpu": return peak_bandwidth(threads=threads, runs=20)
+    from literate_engine.upload import gpu_ceilings
+    return gpu_ceilings()["read_gb_s"]
+
 # %% ../nbs/60_bench.ipynb #9e9c531d
 def prompts_for(n_seqs: int, n_prompt: int, n_vocab: int, seed: int) -> list[list[int]]:
     "Random prompts, the same for every side and new in every round."
@@ -249,7 +257,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #cfadebf8
+# %% ../nbs/60_bench.ipynb #3a74df78
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -277,9 +285,9 @@ def run_bench(
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None         # what else the machine was doing
     for t in threads:
         for b in (batch or BATCHES[what] if what in BATCHES else (1,)):
-            bandwidth = [peak_bandwidth(threads=t, runs=20)] if what in BATCHES and device == "cpu" and b == 1 else []
+            bandwidth = [read_ceiling(device, t)] if what in BATCHES and b == 1 and device in ("cpu", "cuda") else []
             rounds, seqs = _one_setting(what, path, device, t, b, n_prompt, n_gen, runs, kinds, n_vocab)
-            if bandwidth: bandwidth.append(peak_bandwidth(threads=t, runs=20))               # before and after: the better one is the ceiling
+            if bandwidth: bandwidth.append(read_ceiling(device, t))               # before and after: the better one is the ceiling
             ours, theirs = (None if only_peer else rounds[0]), (rounds[-1] if peer or what == "turn" else None)
             ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if bandwidth else None
             rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))

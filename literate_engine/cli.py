@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Model', 'Device', 'Threads', 'Activations', 'KVType', 'KVTypeV', 'MaxLen', 'Json', 'MaxTokens', 'Temperature', 'TopP',
-           'Seed', 'app', 'serve', 'generate', 'chat', 'perplexity', 'inspect', 'pull', 'probe', 'bench', 'main']
+           'Seed', 'app', 'serve', 'generate', 'chat', 'perplexity', 'trace_diff', 'inspect', 'pull', 'probe', 'bench',
+           'main']
 
 # %% ../nbs/61_cli.ipynb #43b0cb53
 import sys
@@ -208,6 +209,37 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
+# %% ../nbs/61_cli.ipynb #e4f4d928
+@app.command(name="trace-diff")
+def trace_diff(
+    model: Model,
+    devices: Annotated[str, typer.Option(help="The two devices, as in ref,cuda.")] = "ref,cpu",
+    text: Annotated[str, typer.Option(help="What is computed; one step.")] = "The quick brown fox jumps over the lazy dog.",
+    activations: Activations = "float32",
+    tolerance: Annotated[float | None, typer.Option(help="Relative error that is still rounding. Default: 1e-4, 0.1 for int8.")] = None,
+    json: Json = False,
+) -> None:
+    "Compare two devices operation by operation: the error of each layer, and the first call that differs by more than rounding. Exit code 1 if one does."
+    from literate_engine.core import find_model
+    from literate_engine.gguf import GGUFFile
+    from literate_engine.tokenizer import Tokenizer
+    from literate_engine.trace import first_divergence
+    from literate_engine.trace import trace_diff as compare
+    pair = tuple(d.strip() for d in devices.split(","))
+    if len(pair) != 2: raise ValueError(f"--devices is {devices!r}: expected two, as in ref,cuda")
+    path = find_model(model)
+    with GGUFFile(path) as file: ids = Tokenizer.from_gguf(file).encode(text)
+    calls, tolerance = compare(path, pair, ids, activations), tolerance or (1e-4 if activations == "float32" else 0.1)
+    first = first_divergence(calls, tolerance)
+    layers = {}
+    for c in calls: layers[".".join(c.where.split(".")[:2])] = max(c.error, layers.get(".".join(c.where.split(".")[:2]), 0.0))
+    if json: _print_json({"model": model, "devices": pair, "activations": activations, "tolerance": tolerance, "calls": [c._asdict() for c in calls], "first": first and first._asdict()})
+    else:
+        for where, error in layers.items(): print(f"{where:24} {error:.1e}")
+        if first: print(f"first divergence: call {first.number}, {first.op} {first.where}: row {first.place[0]}, column {first.place[1]}: {first.values[0]:.6g} on {pair[0]}, {first.values[1]:.6g} on {pair[1]} (relative error {first.error:.1e})")
+        else: print(f"no divergence: {len(calls)} calls of {len(ids)} tokens, the largest error {max(c.error for c in calls):.1e}, tolerance {tolerance:g}")
+    if first: raise typer.Exit(1)
+
 # %% ../nbs/61_cli.ipynb #8fcb5749
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
@@ -259,20 +291,24 @@ def pull(
     if json: _print_json(rows)
     else: _table([r | {"here": "yes" if r["here"] else "no"} for r in rows], ["name", "here", "about"])
 
-# %% ../nbs/61_cli.ipynb #e200de72
-def _gpus() -> tuple[list[dict], str]:
-    "The CUDA devices CuPy sees, and why there are none where there are none."
-    try: import cupy
-    except ImportError: return [], "CuPy is not installed (the extra `gpu`)"
-    try: n = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as e: return [], str(e).splitlines()[0]
-    found = []
-    for i in range(n):
-        p = cupy.cuda.runtime.getDeviceProperties(i)
-        found.append({"name": p["name"].decode(), "compute": f"{p['major']}.{p['minor']}", "memory_gib": round(p["totalGlobalMem"] / 2**30, 1)})
-    return found, ""
+# %% ../nbs/61_cli.ipynb #be13923c
+def _auto(gpus: list[dict], why_none: str) -> dict:
+    "The device that `auto` takes here, and why."
+    from literate_engine.core import num_cores
+    from literate_engine.settings import EngineConfig
+    from literate_engine.upload import choose_device
+    device, why = choose_device() if gpus else ("cpu", why_none)
+    try: EngineConfig(device=device)
+    except ValueError: device, why = "cpu", "this version computes on the CPU; it does not use the GPU yet"
+    return {"device": device, "threads": num_cores(), "why": why}
 
-# %% ../nbs/61_cli.ipynb #d8b8cfcf
+def _gpu_line(g: dict) -> str:
+    "What is known of a GPU."
+    if g["emulated"]: return f"emulated, as sm_{g['compute'].replace('.', '')}: kernels run on the processor, for tests; nothing is measured"
+    speed = f", reads {g['read_gb_s']:,} GB/s, {g['h2d_gb_s']} GB/s from pinned memory" if "read_gb_s" in g else ""
+    return f"{g['name']} (compute {g['compute']}, {g['sms']} SMs, {g['free_gib']} of {g['memory_gib']} GiB free, driver {g['driver']}){speed}"
+
+# %% ../nbs/61_cli.ipynb #49c7bc41
 @app.command()
 def probe(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what has to be measured.")] = False,
@@ -280,16 +316,18 @@ def probe(
 ) -> None:
     "This machine: processor, memory, GPUs, ceilings, and what will run where."
     from literate_engine import core
+    from literate_engine.upload import gpu_facts
     facts = core.machine()
-    facts["gpus"], why = _gpus()
+    facts["gpus"], why = gpu_facts(not quick)
     if not quick: facts["memory_gb_per_s"] = {str(t): round(core.peak_bandwidth(threads=t), 1) for t in sorted({1, facts["cores"]})}
-    facts["auto"] = {"device": "cpu", "threads": facts["cores"], "why": why or "this version computes on the CPU; it does not use the GPU yet"}
+    facts["auto"] = _auto(facts["gpus"], why)
     if json: return _print_json(facts)
     print(f"processor    {facts['cpu']} ({facts['arch']}), {facts['cores']} cores, {facts['logical']} logical")
     print(f"vectors      {' '.join(facts['isa']) or 'unknown'}")
     print(f"memory       {facts['memory_gib']} GiB" + "".join(f", {v} GB/s by {k} thread{'s' * (k != '1')}" for k, v in facts.get("memory_gb_per_s", {}).items()))
-    print("GPU          " + (", ".join(f"{g['name']} (compute {g['compute']}, {g['memory_gib']} GiB)" for g in facts["gpus"]) or f"none: {why}"))
-    print(f"auto         device {facts['auto']['device']}, {facts['auto']['threads']} threads: {facts['auto']['why']}")
+    for line in map(_gpu_line, facts["gpus"]) if facts["gpus"] else [f"none: {why}"]: print(f"GPU          {line}")
+    threads = f", {facts['auto']['threads']} threads"*(facts["auto"]["device"] == "cpu")
+    print(f"auto         device {facts['auto']['device']}{threads}: {facts['auto']['why']}")
     print("versions     " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
 
 # %% ../nbs/61_cli.ipynb #e851b4b2

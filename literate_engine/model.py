@@ -8,7 +8,7 @@ __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'TOP', 'FORMS', 'attention_blo
            'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'vectors',
            'row_orders', 'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #603c76e3
+# %% ../nbs/31_model.ipynb #db5287a5
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,10 @@ from .blocks import BlockPool, CacheHandle, CachePool, carry_out
 from .kvcache import Batch, KVCache, KVGroup
 from .moe import RoutingTrace, choice_width, choices_of
 from .ops import adjacent_to_half
+from .attention_gpu import KVCacheGpu
 from .program import Program, Workers
+from .program_gpu import GpuProgram, GpuRecorder, GpuWeights
+from .topk_gpu import Ask, Candidates
 from .recorder import CpuWeights, LayerCache, Recorder, ReferenceOps, layer_scratch_bytes, state_shapes, step_view
 from .quants import QuantTensor
 from .ssm import mamba1_block, mamba2_block, to_tiles
@@ -259,10 +262,11 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #a70acb3d
+# %% ../nbs/31_model.ipynb #bcdf9071
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     draws = False            # does it draw greedy tokens itself?
+    head, room = 0, 0        # how many of the best tokens of a row it can select, and of how many others it can give the logits along with them
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None, kv_groups: list[KVGroup] | None = None,
                  num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,
@@ -276,13 +280,14 @@ class Model:
         groups = kv_groups or [KVGroup(0, 0, tuple(range(self.config.n_layer)), num_kv_blocks or blocks_per_seq + 1)]        # block 0 is the null block
         shapes = [state_shapes(layer) for layer in self.config.layers]
         self.states = RecurrentState(shapes, num_state_slots or max_num_seqs) if any(shapes) else None
-        self.cache = KVCache(self.config.kv_layers, groups[0].num_blocks, kv_block_size, kv_type, kv_type_v, groups)
+        self.cache = (KVCacheGpu if device == "cuda" else KVCache)(self.config.kv_layers, groups[0].num_blocks, kv_block_size, kv_type, kv_type_v, groups)
         self.batch = Batch(max_num_batched_tokens, max_num_seqs, blocks_per_seq, self.config.n_vocab, [g.num_blocks for g in groups], self.states.num_slots + 1 if self.states else 0)
         caches = [LayerCache(self.cache, i, self.states) for i in range(self.config.n_layer)]
         self.layer_caches = [c if l.kv_from is None else caches[l.kv_from] for c, l in zip(caches, self.config.layers)]
         first, *more = groups
         self.pool = CachePool(first.num_blocks, self.states, first.window, first.step, [BlockPool(g.num_blocks, g.window, g.step, f"block{i}") for i, g in enumerate(more, 1)])
         if device == "ref": self._load_ref()
+        elif device == "cuda": self._load_cuda(progress)
         else: self._load_cpu(num_threads, progress)
 
     def _load_ref(self):
@@ -304,13 +309,35 @@ class Model:
         scratch = max(layer_scratch_bytes(l, self.config.n_embd, len(self.batch.token_ids), self.max_model_len) for l in self.config.layers)
         self.program = Program(recorder, logits, self.batch, self.workers, self.max_num_out, scratch, (self._stream,))
 
-    def forward(self, batch: Batch) -> np.ndarray: # [num_out, n_vocab] float32, valid until the next step
+    def _load_cuda(self, progress):
+        self.weights, _ = load_weights(self.file, self.config, GpuWeights())
+        self.notes, self.draws, self.head, self.room = [], True, 64, 512
+        self._open_trace()
+        recorder = GpuRecorder(self.max_model_len, self.activations)
+        self._stream, logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
+        self.program = GpuProgram(recorder, logits, self.batch, self.cache, self.max_num_out, self.config.n_token, self.activations == "float32", (self._stream,))
+        self.notes += self.program.upload([s.data for s in self.file.shards], progress)
+        self.program.tune([m for m in (1, 8, 16, 32) if m <= self.batch.max_num_seqs])
+        self.program.open()
+        self.cache.stream = self.program.stream
+        self.file.close()
+
+    def forward(self, batch: Batch) -> np.ndarray: # [num_out, n_vocab] float32, valid until the next step; LogitRows from a GPU
         "Run one step: store its tokens' K and V, return the logits of the rows it asks for"
         assert batch is self.batch, "a program is bound to its model's batch: fill model.batch"
         if self.device == "ref": self._stream, logits = forward(self.ops, self.config, self.weights, step_view(batch), self.layer_caches)
         else: logits = self.program.run()
         for i, r, routes in self.routes: self.trace.add(i, *choices_of(routes[:batch.num_tokens], r.n_expert_used), batch.positions[:batch.num_tokens])
         return logits
+
+    def start(self, batch: Batch):  # () -> ids of the best tokens [num_out], which are there when the step is done
+        "Start a step whose tokens the device draws, greedily, and come back at once"
+        assert batch is self.batch
+        return self.program.start()
+
+    def select(self, asks: list[Ask]) -> list[Candidates]:
+        "The best tokens of the last step's rows, and what else is asked of each"
+        return self.program.select(self.head, self.room, asks)
 
     def transfer(self, moves) -> list:
         "Carry out copies between places of the caches, in order; returns those that could not be made"
@@ -330,7 +357,8 @@ class Model:
 
     def close(self):
         "Stop the threads and give the memory back"
-        if self.device != "ref": self.workers.close()
+        if self.device == "cpu": self.workers.close()
+        if self.device == "cuda": self.program.close()
         if self.states: self.states.conv = self.states.ssm = ()                   # the pool keeps the counts, not the arrays
         self.weights = self._stream = self.cache = self.states = self.layer_caches = self.program = self.ops = None
         self.file.close()

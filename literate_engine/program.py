@@ -13,7 +13,7 @@ import numpy as np
 from .recorder import Instruction, Recorder, Value, aligned
 from .cpu_ops import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #64a3ce3e
+# %% ../nbs/30_program.ipynb #aaadcbea
 def allocate(code: list[Instruction], rows: dict[str, int], keep: tuple[Value, ...]) -> list[int]:
     "Give each value of the program a slot (`Value.slot`); returns the slots' sizes in bytes. Those of `keep` are read after the end"
     size = lambda v: -(-rows[v.rows]*v.row_bytes//64)*64
@@ -21,7 +21,7 @@ def allocate(code: list[Instruction], rows: dict[str, int], keep: tuple[Value, .
     sizes, free = [], []
     for n, i in enumerate(code):
         dying = [v for v in dict.fromkeys(i.reads()) if last[v] == n and v not in keep]
-        for out in [v for v in i.writes() if v.slot < 0]:
+        for out in [v for v in i.writes() if v.slot < 0 and v.base is None]:
             in_place = [v for v, how, writes in i.access if how == out.written == "columns" and v in dying and v.written != "rows" and (v.width, v.act) == (out.width, out.act)]
             fits = [s for s in free if size(out) <= sizes[s] <= 2*size(out)]
             if in_place: out.slot = in_place[0].slot; dying.remove(in_place[0])

@@ -22,9 +22,10 @@ def byte_tokenizer(end: int = 256) -> Tokenizer:
     return Tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": byte_alphabet() + ["<|end|>"],
                       "tokenizer.ggml.token_type": np.array([1]*256 + [3], np.int32), "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": end})
 
-# %% ../nbs/39_scripted.ipynb #ddf3333c
+# %% ../nbs/39_scripted.ipynb #9ae2a8bd
 class ScriptedModel:
     "Stands in for a Model: `script(token_ids) -> next id` on the tokens found in the cache."
+    head = room = 0
     def __init__(self, script: Callable[[list[int]], int], n_vocab: int, n_token: int | None = None, max_model_len: int = 64, num_blocks: int = 33,
                  max_num_seqs: int = 8, max_num_batched_tokens: int = 32, max_num_out: int | None = None, num_state_slots: int = 0,
                  window: int = 0, num_windowed_blocks: int = 0,                     # a second group of layers, which sees so many positions

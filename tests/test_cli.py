@@ -1,5 +1,6 @@
 """The shell command, as a process: quick to start, one line for a mistake, JSON for a program."""
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def cli(*argv: str, stdin: str = "", timeout: int = 300) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=timeout)
+def cli(*argv: str, stdin: str = "", timeout: int = 300, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=timeout, env=os.environ | env)
 
 
 def test_help_is_quick():
@@ -53,6 +54,16 @@ def test_a_damaged_file_is_one_line(tmp_path):
 def test_probe():
     facts = json.loads(cli("probe", "--quick", "--json").stdout)
     assert facts["cores"] >= 1 and facts["auto"]["device"] == "cpu" and facts["auto"]["why"]
+    assert all(g["name"] and g["sms"] and g["memory_gib"] for g in facts["gpus"])
+
+
+def test_probe_says_that_a_gpu_is_emulated():
+    gpu, = json.loads(cli("probe", "--quick", "--json", LITERATE_GPU="emulated:80").stdout)["gpus"]
+    assert gpu["emulated"] and gpu["compute"] == "8.0"
+    told = cli("probe", "--quick", LITERATE_GPU="emulated").stdout
+    assert "emulated, as sm_90: kernels run on the processor, for tests; nothing is measured" in told and "auto         device cpu" in told
+    wrong = cli("probe", "--quick", LITERATE_GPU="h200")
+    assert wrong.returncode == 0 and "none: LITERATE_GPU=h200: expected emulated" in wrong.stdout
 
 
 def test_inspect(smollm2):

@@ -331,7 +331,7 @@ def test_prompt_logprobs_and_rows():
 
 
 @pytest.mark.parametrize("options, field", [
-    ({"device": "cuda"}, "device"), ({"activations": "int4"}, "activations"), ({"kv_type": "q5_0"}, "kv_type"), ({"num_threads": 0}, "num_threads"),
+    ({"device": "tpu"}, "device"), ({"activations": "int4"}, "activations"), ({"kv_type": "q5_0"}, "kv_type"), ({"num_threads": 0}, "num_threads"),
     ({"max_model_len": "8"}, "max_model_len"), ({"max_num_seqs": True}, "max_num_seqs"), ({"kv_memory": -1}, "kv_memory"), ({"seed": -1}, "seed"),
     ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"), ({"yarn_truncate": "no"}, "yarn_truncate"),
     ({"activations": "float32", "kv_type_v": "q8_0"}, "kv_type_v"), ({"rope_freq_base": float("nan")}, "rope_freq_base")])

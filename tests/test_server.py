@@ -90,7 +90,7 @@ def scripted(reply, seconds=0.0, template=TEMPLATE, tokenizer=None, max_model_le
 
     config = EngineConfig(max_model_len=max_model_len, **config)
     model = ScriptedModel(
-        script, N_VOCAB, N_VOCAB, max_model_len, 1 + config.max_num_seqs * max_model_len // 16, config.max_num_seqs, config.max_num_batched_tokens
+        script, N_VOCAB, N_VOCAB, max_model_len, 1 + config.max_num_seqs * max_model_len // 16, config.max_num_seqs, (config.max_num_batched_tokens or 512)
     )
     return Engine(Loaded(model, tokenizer or make_tokenizer(), ChatTemplate(template) if template else None, {}, "scripted"), config)
 
