@@ -291,15 +291,12 @@ def pull(
     if json: _print_json(rows)
     else: _table([r | {"here": "yes" if r["here"] else "no"} for r in rows], ["name", "here", "about"])
 
-# %% ../nbs/61_cli.ipynb #be13923c
+# %% ../nbs/61_cli.ipynb #5e4d3d75
 def _auto(gpus: list[dict], why_none: str) -> dict:
     "The device that `auto` takes here, and why."
     from literate_engine.core import num_cores
-    from literate_engine.settings import EngineConfig
     from literate_engine.upload import choose_device
     device, why = choose_device() if gpus else ("cpu", why_none)
-    try: EngineConfig(device=device)
-    except ValueError: device, why = "cpu", "this version computes on the CPU; it does not use the GPU yet"
     return {"device": device, "threads": num_cores(), "why": why}
 
 def _gpu_line(g: dict) -> str:
