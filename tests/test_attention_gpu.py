@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-os.environ.setdefault("LITERATE_GPU", "emulated")
 
 import numpy as np
 import pytest
@@ -251,6 +250,8 @@ for types in (("f32", "f32"), ("f16", "f16"), ("q8_0", "q4_0")):
     t.check(t.Layer(8, 2, 64, 64, window=90), [(1, 300), (20, 5)], types)
     t.check(t.Layer(2, 1, 256, 256), [(1, 30), (3, 0)], types)
 """
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 def test_cards_without_the_instructions():
     env = os.environ | {"LITERATE_GPU": "emulated:75", "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
