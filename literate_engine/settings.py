@@ -6,7 +6,7 @@
 __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_TOKENS', 'MIN_ROWS', 'ON_A_GPU', 'EngineConfig',
            'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve']
 
-# %% ../nbs/42_settings.ipynb #3413f699
+# %% ../nbs/42_settings.ipynb #fb7f0799
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .blocks import BLOCK_SIZE, blocks_needed
 from .config import ModelConfig
 from .core import num_cores, physical_memory
-from .cuda import cupy
+from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import state_shapes
@@ -76,7 +76,7 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/42_settings.ipynb #f005b098
+# %% ../nbs/42_settings.ipynb #269b2823
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -87,6 +87,9 @@ def which_device(config: EngineConfig, model: ModelConfig, tensors) -> tuple[str
     missing = sorted({kind for l in model.layers for part, known in ON_A_GPU.items() if (kind := getattr(l, part, None)) not in known}) if config.device in ("auto", "cuda") else []
     lacks = f"layers of kind {', '.join(missing)} have no GPU kernels yet"
     if config.device == "cuda" and missing: raise ValueError(f"device is 'cuda': {lacks}, device 'cpu' runs this model")
+    if config.device == "cuda":
+        try: device()
+        except CudaError as e: raise ValueError(f"device is 'cuda': {e}") from None
     if config.device != "auto": return config.device, "asked for"
     return ("cpu", lacks) if missing else choose_device(weight_bytes(tensors))
 
@@ -109,17 +112,17 @@ def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, 
 
 def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfig:     # tensors: the file's, of which the memory of a GPU must hold a copy
     "What will be in effect for this model; ValueError if the wishes contradict each other."
-    device = which_device(config, model, tensors)[0]
-    batched = config.max_num_batched_tokens or BATCHED_TOKENS[device]
+    where = which_device(config, model, tensors)[0]
+    batched = config.max_num_batched_tokens or BATCHED_TOKENS[where]
     step = min(config.long_prefill_token_threshold or -(-batched//2), batched)
-    kv_type = config.kv_type or ("f32" if config.activations == "float32" or device == "ref" else "f16")
+    kv_type = config.kv_type or ("f32" if config.activations == "float32" or where == "ref" else "f16")
     kv_types = kv_type, config.kv_type_v or kv_type
     if kv_types[0] != kv_types[1] and not any(l.n_head_kv and l.head_dim_v for l in model.kv_layers): raise ValueError(f"kv_type_v is {kv_types[1]!r}: this model keeps no values beside its keys")
     per_block, length, memory = kv_bytes_per_block(model.kv_layers, *kv_types), config.max_model_len, physical_memory()
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     for name in ("kv_memory", "host_cache_memory"):
         if (getattr(config, name) or 0) > memory: raise ValueError(f"{name} is {getattr(config, name)}: this machine has {memory} bytes")
-    gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS)) if device == "cuda" else None
+    gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS)) if where == "cuda" else None
     wanted, default = config.max_num_seqs * blocks_needed(length or model.n_ctx), gpu.left - gpu.free//10 if gpu else DEFAULT_KV_MEMORY          # a tenth stays free: graphs, and others who use the GPU
     def fitting(n):                                                       # blocks, without the null block, if max_model_len is n
         if not per_block: return wanted                                   # a model without attention keeps nothing in its blocks
@@ -139,6 +142,6 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     if (need := (config.max_num_seqs + checkpoints)*per_slot) > memory:
         raise ValueError(f"num_state_checkpoints is {checkpoints}: with max_num_seqs = {config.max_num_seqs} the states need {need} bytes, this machine has {memory}")
     if gpu and memory_of(usable, length) > gpu.left: raise ValueError(f"kv_memory is {config.kv_memory}: beside the weights there are {max(0, gpu.left)} bytes free on the GPU")
-    return replace(config, device=device, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
+    return replace(config, device=where, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
                    host_cache_memory=config.host_cache_memory if config.enable_prefix_caching else 0,
                    num_threads=config.num_threads or num_cores(), kv_memory=memory_of(usable, length) or None, rope_freq_base=config.rope_freq_base or None)

@@ -1,4 +1,5 @@
 """The shell command, as a process: quick to start, one line for a mistake, JSON for a program."""
+import importlib.util
 import json
 import os
 import subprocess
@@ -109,3 +110,9 @@ def test_bench_of_a_second_turn(smollm2):
     done = cli("bench", "turn", str(smollm2), "--threads", "1", "--runs", "1", "--n-prompt", "300", "--n-gen", "8", "--json")
     (row,) = json.loads(done.stdout)["rows"]
     assert row["unit"] == "s" and row["ratio"] == row["peer"] / row["ours"] > 2, row               # the cached turn reads 20 tokens, the other 330
+
+
+def test_a_gpu_that_is_not_there_is_one_line(smollm2):
+    if importlib.util.find_spec("cupy"): pytest.skip("CuPy is here")
+    done = cli("generate", str(smollm2), "hello", "--device", "cuda")
+    assert done.returncode == 2 and done.stderr.strip().splitlines() == ["literate-engine: device is 'cuda': CuPy is not here: running on a GPU needs `pip install literate-engine[gpu]`"]
