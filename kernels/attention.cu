@@ -98,11 +98,14 @@ __global__ __launch_bounds__(THREADS) void copy_block(const u64* places, char* b
 // A unit is what holds 8 numbers: those of a row from 8u on; of 4-bit codes, 4 bytes of a group of 16 bytes, whose numbers are 16 apart. halves() gives number dim(u, 2i)
 // and dim(u, 2i + 1) as a pair, without the scale; pairs() gives the same of float32 numbers, four from dim(u, 0) on and four from HALF further on
 __device__ __forceinline__ uint4 halves_of(float4 a, float4 b) { return make_uint4(float2_half2(a.x, a.y), float2_half2(a.z, a.w), float2_half2(b.x, b.y), float2_half2(b.z, b.w)); }
-struct NumF16 {
-  typedef uint4 Unit;
-  static constexpr int TYPE = F16, BYTES = 16, HALF = 4; static constexpr bool SCALED = false;
+struct InOrder {                // whose units hold their numbers one after the other
+  static constexpr int HALF = 4;
   static __device__ __forceinline__ int dim(int u, int e) { return 8 * u + e; }
   static __device__ __forceinline__ uint4 pairs(float4 a, float4 b) { return halves_of(a, b); }
+};
+struct NumF16 : InOrder {
+  typedef uint4 Unit;
+  static constexpr int TYPE = F16, BYTES = 16; static constexpr bool SCALED = false;
   static __device__ __forceinline__ Unit shared(u32 p) { return shared16(p); }
   static __device__ __forceinline__ void halves(const Unit& v, u32 (&h)[4]) { h[0] = v.x; h[1] = v.y; h[2] = v.z; h[3] = v.w; }
 };
@@ -111,11 +114,9 @@ __device__ __forceinline__ void halves_of_bytes(u32 lo, u32 hi, u32 (&h)[4]) {  
   h[0] = half2_add(__byte_perm(lo, 0x64646464, 0x4140), 0xe480e480); h[1] = half2_add(__byte_perm(lo, 0x64646464, 0x4342), 0xe480e480);
   h[2] = half2_add(__byte_perm(hi, 0x64646464, 0x4140), 0xe480e480); h[3] = half2_add(__byte_perm(hi, 0x64646464, 0x4342), 0xe480e480);
 }
-struct NumQ8 {
+struct NumQ8 : InOrder {
   typedef uint2 Unit;
-  static constexpr int TYPE = Q8, BYTES = 8, HALF = 4; static constexpr bool SCALED = true;
-  static __device__ __forceinline__ int dim(int u, int e) { return 8 * u + e; }
-  static __device__ __forceinline__ uint4 pairs(float4 a, float4 b) { return halves_of(a, b); }
+  static constexpr int TYPE = Q8, BYTES = 8; static constexpr bool SCALED = true;
   static __device__ __forceinline__ Unit shared(u32 p) { return shared8(p); }
   static __device__ __forceinline__ void halves(const Unit& v, u32 (&h)[4]) { halves_of_bytes(v.x, v.y, h); }
 };

@@ -1,8 +1,9 @@
 """Products that add to a stream, and products whose blocks prepare the row: bit for bit what separate launches give. In the emulator where there is no GPU."""
 import numpy as np
 import pytest
+from gpu_arrays import empty, gpu
 
-from literate_engine.cuda import cupy, device
+from literate_engine.cuda import device
 from literate_engine.gemm_gpu import act_for, gemm_plans, new_half_acts, prepare_gemm
 from literate_engine.linear import ACT_OF, linear_int8_ref
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, OwnRow, Plan, new_acts, own_plans, plans, prepare, quantize_act_gpu, to_gpu
@@ -13,12 +14,6 @@ from literate_engine.quants import QUANT_TYPES, dequantize, quantize
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 rng = np.random.default_rng(0)
 def normal(*shape): return rng.standard_normal(shape).astype(np.float32)
-def gpu(a): return cupy().asarray(np.ascontiguousarray(a))
-def empty(*shape):
-    "Poisoned, so that a gap shows."
-    y = cupy().empty(shape, np.float32)
-    y[...] = np.nan
-    return y
 def matrix(n, k, t): return to_gpu(quantize(normal(n, k), t), t)
 def columns(t): return 768 if QUANT_TYPES[t].block_size == 256 else 672 if t not in HALVES else 520
 def same_bits(a, b): assert np.array_equal(a.get().view(np.uint32), b.get().view(np.uint32))

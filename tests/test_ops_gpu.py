@@ -1,9 +1,9 @@
 """The small operations of the GPU against chapter 15's references, in the emulator where there is no GPU: odd shapes, column ranges, fusions, and the same bits for a row in any company."""
 import numpy as np
 import pytest
+from gpu_arrays import empty, gpu
 
 from literate_engine.core import assert_close
-from literate_engine.cuda import cupy
 from literate_engine.layers import RopeSpec
 from literate_engine.linear_gpu import GPU_FORMATS, act_buffers, quantize_act_gpu
 from literate_engine.ops import ACTS, gated_ref, join_heads_ref, layer_norm_ref, rms_norm_ref, rope_ref, rope_table, softcap_ref
@@ -15,12 +15,6 @@ from literate_engine.quants import QUANT_TYPES, dequantize, quantize
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 rng = np.random.default_rng(0)
 def normal(*shape): return rng.standard_normal(shape).astype(np.float32)
-def gpu(a): return cupy().asarray(np.ascontiguousarray(a))
-def empty(*shape):
-    "Poisoned, so that a gap shows."
-    y = cupy().empty(shape, np.float32)
-    y[...] = np.nan
-    return y
 def ranges(*parts):
     "The arrays as column ranges of a wider one."
     whole = gpu(np.concatenate([normal(len(parts[0]), 4), *parts, normal(len(parts[0]), 12)], 1))
