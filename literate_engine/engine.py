@@ -290,7 +290,7 @@ def _land(self) -> None:
 
 EngineCore.launch, EngineCore.land = _launch, _land
 
-# %% ../nbs/43_engine.ipynb #e16a2b77
+# %% ../nbs/43_engine.ipynb #61617441
 def _sample(self, scheduled: list, rows: dict, started: float) -> dict[str, int]:
     "request_id -> its next token, for those that caught up."
     sampled, found = {}, self.select(scheduled, rows)
@@ -305,11 +305,14 @@ def _select(self, scheduled: list, rows: dict) -> dict[str, Candidates]:
     "request_id -> the best of its last row, where the rows lie on a device that selects them; all in one go."
     asks, names = [], {}
     for r, n in scheduled:
+        if r.hidden: continue                                                          # it has no rows of logits
         if not isinstance(rows.get(r.request_id), LogitRows): return {}                # a model without a device of its own, or a step that was tried again
         asks += [Ask()]*len(rows[r.request_id])
         work = self.live.get(r.request_id)
         if r.status != "running" or not isinstance(work, Generation) or n < r.num_new_tokens: continue
-        if (ask := work.sampler.ask(self.model.room)) is not None: asks[-1], names[len(asks) - 1] = ask, r.request_id
+        try: ask = work.sampler.ask(self.model.room)
+        except Exception: continue                                                     # it fails again where it draws, and takes nobody with it
+        if ask is not None: asks[-1], names[len(asks) - 1] = ask, r.request_id
     found = self.model.select(asks) if names else []
     return {name: found[row] for row, name in names.items()}
 

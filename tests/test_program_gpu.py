@@ -1,6 +1,7 @@
 """The engine on a GPU, in the emulator where there is none: tiny models of every architecture with dense attention against logits from independent implementations, the gates of equality, and
 what a launched step may not do."""
 import logging
+import queue
 
 import numpy as np
 import pytest
@@ -124,6 +125,20 @@ def test_tokens_drawn_from_candidates(monkeypatch):
         with LLM(fixture("llama.gguf"), device=device, activations="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32) as llm:
             out[device] = [[o.token_ids for o in llm.generate(prompts, SamplingParams(max_tokens=12, **p), progress=False)] for p in DRAWN]
     assert out["cpu"] == out["cuda"] and len(seen) > 300 and sum(r is None for r in seen) < len(seen)//10
+
+
+def test_a_sampler_that_fails_harms_nobody_else(monkeypatch):
+    "Asking the GPU about a row is part of drawing its token: who fails there fails alone"
+    ask, draw = Sampler.ask, Sampler.draw
+    def broken(f): return lambda self, *args: 1/0 if self.params.top_k == 7 else f(self, *args)
+    monkeypatch.setattr(Sampler, "ask", broken(ask)); monkeypatch.setattr(Sampler, "draw", broken(draw))
+    with LLM(fixture("llama.gguf"), device="cuda", max_model_len=64, max_num_seqs=4) as llm:
+        heard = queue.SimpleQueue()
+        for top_k in (5, 7, 9): llm.engine.submit([1, 2, 3], SamplingParams(max_tokens=5, temperature=1, top_k=top_k, seed=1, ignore_eos=True), heard.put, request_id=str(top_k))
+        ends = {}
+        while len(ends) < 3:
+            if (o := heard.get(timeout=60)).finish_reason: ends[o.request_id] = o.finish_reason, o.num_output_tokens
+    assert ends == {"5": ("length", 5), "7": ("error", 0), "9": ("length", 5)}
 
 
 def test_preemption_and_the_host_tier():
