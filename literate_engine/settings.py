@@ -21,7 +21,7 @@ from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import state_shapes
 from .upload import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
 
-# %% ../nbs/42_settings.ipynb #ade7ff02
+# %% ../nbs/42_settings.ipynb #67a61df5
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
@@ -47,7 +47,7 @@ class EngineConfig:
     seed: int | None = None               # makes requests without a seed of their own repeatable
 
     def __post_init__(self):
-        for name, (now, later) in _CHOICES.items(): _check_choice(name, getattr(self, name), now, later)
+        for name, choices in _CHOICES.items(): _check_choice(name, getattr(self, name), choices)
         for name, (low, high) in _RANGES.items(): _check_range(name, getattr(self, name), low, high)
         if self.rope_freq_base is not None and not (isinstance(self.rope_freq_base, int | float) and 0 <= self.rope_freq_base < 1e12):
             raise ValueError(f"rope_freq_base is {self.rope_freq_base!r}: expected a positive number, or 0 for the file's own")
@@ -57,18 +57,16 @@ class EngineConfig:
             if self.activations == "float32" and getattr(self, name) not in (None, "f32"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: activations 'float32', the exact mode, needs 'f32'")
 
-# %% ../nbs/42_settings.ipynb #cce58214
-_CHOICES = {"device": (("auto", "cuda", "cpu", "ref"), ()), "activations": (("int8", "float32"), ()), "kv_type": ((None, *KV_TYPES), ()),
-            "kv_type_v": ((None, *KV_TYPES), ()), "kv_block_size": ((BLOCK_SIZE,), ()), "enable_prefix_caching": ((True, False), ()),
-            "yarn_truncate": ((None, True, False), ())}
+# %% ../nbs/42_settings.ipynb #c78859b4
+_CHOICES = {"device": ("auto", "cuda", "cpu", "ref"), "activations": ("int8", "float32"), "kv_type": (None, *KV_TYPES), "kv_type_v": (None, *KV_TYPES),
+            "kv_block_size": (BLOCK_SIZE,), "enable_prefix_caching": (True, False), "yarn_truncate": (None, True, False)}
 _RANGES = {"num_threads": (1, max(8, os.cpu_count() or 1)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
            "max_num_waiting": (0, 10**6), "long_prefill_token_threshold": (1, 2**16), "priority_aging_steps": (1, 10**6), "kv_memory": (1, 2**50),
            "host_cache_memory": (0, 2**50),
            "num_state_checkpoints": (0, 2**16), "state_checkpoint_interval": (BLOCK_SIZE, 2**24), "seed": (0, 2**63 - 1)}
 
-def _check_choice(name, value, now, later):
-    if value in later: raise ValueError(f"{name} {value!r} is not supported yet (supported: {', '.join(repr(x) for x in now if x is not None)})")
-    if value not in now: raise ValueError(f"{name} is {value!r}: expected one of {', '.join(repr(x) for x in now if x is not None)}")
+def _check_choice(name, value, choices):
+    if value not in choices: raise ValueError(f"{name} is {value!r}: expected one of {', '.join(repr(x) for x in choices if x is not None)}")
 
 def _check_range(name, value, low, high):
     optional = EngineConfig.__dataclass_fields__[name].default is None
@@ -76,7 +74,7 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/42_settings.ipynb #269b2823
+# %% ../nbs/42_settings.ipynb #e1de234b
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -120,7 +118,7 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     if kv_types[0] != kv_types[1] and not any(l.n_head_kv and l.head_dim_v for l in model.kv_layers): raise ValueError(f"kv_type_v is {kv_types[1]!r}: this model keeps no values beside its keys")
     per_block, length, memory = kv_bytes_per_block(model.kv_layers, *kv_types), config.max_model_len, physical_memory()
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
-    for name in ("kv_memory", "host_cache_memory"):
+    for name in ("host_cache_memory",) if where == "cuda" else ("kv_memory", "host_cache_memory"):          # a GPU has a memory of its own
         if (getattr(config, name) or 0) > memory: raise ValueError(f"{name} is {getattr(config, name)}: this machine has {memory} bytes")
     gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS)) if where == "cuda" else None
     wanted, default = config.max_num_seqs * blocks_needed(length or model.n_ctx), gpu.left - gpu.free//10 if gpu else DEFAULT_KV_MEMORY          # a tenth stays free: graphs, and others who use the GPU
