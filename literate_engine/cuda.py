@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', 'Compiled', 'compile_kernel', 'resources',
-           'explain', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph', 'bench_gpu',
-           'CudaError', 'Source', 'kernels_dir', 'show_kernel']
+           'explain', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph', 'Calls',
+           'bench_gpu', 'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
 # %% ../nbs/11_cuda.ipynb #1ef796fd
 import contextlib, functools, hashlib, importlib, json, os, re, tempfile, threading, time
@@ -294,7 +294,7 @@ def _attributes(driver, pdl: bool, cooperative: bool) -> list:
         out.append(a)
     return out
 
-# %% ../nbs/11_cuda.ipynb #0dfcd845
+# %% ../nbs/11_cuda.ipynb #c4ddc6b4
 class Graph:
     "What `record` launches, captured once and replayed by calling."
     def __init__(self, record: Callable, stream=None):                     # stream: where it will run; None: one of its own
@@ -316,8 +316,14 @@ class Graph:
 
     def synchronize(self): self.stream.synchronize()
 
+class Calls:
+    "What CuPy does not capture (copies to the host, products of a library), to be timed like a graph: started call by call, so that small ones show the host's time."
+    def __init__(self, start: Callable): self.start, self.stream = start, cupy().cuda.Stream(non_blocking=True)
+    def __call__(self):
+        with self.stream: self.start()
+
 def bench_gpu(
-    graphs: dict[str, Graph],
+    graphs: dict[str, Graph | Calls],
     runs: int = 9,
     warmup: int = 2,
 ) -> dict[str, list]:         # seconds on the GPU of each run
