@@ -10,7 +10,7 @@
 #define INFINITY_F __int_as_float(0x7f800000)
 constexpr float NEVER = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr int F32 = 0, F16 = 1, Q8 = 2, Q4 = 3;              // types of numbers in the cache
-constexpr int MAX_SPLITS = 66, ROWS8 = 8;
+constexpr int ROWS8 = 8;
 
 __device__ __forceinline__ u32 row_bytes(int type, int width) {
   int whole = (width + 31) & ~31;
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(THREADS) void rope_store(float* q_out, char* k, cha
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y;
   int side = head < n_head ? 0 : head < n_head + n_head_kv ? 1 : head < n_head + 2 * n_head_kv ? 2 : 3, width = side == 2 ? dv : dk, type = side == 2 ? v_type : k_type, slot = 0;
   pdl_trigger();
-  Head one;
+  Head<0> one;
   if (side < 3) { one.begin(side == 0 ? q_norm : side == 1 ? k_norm : v_norm, positions, table, row, width, side == 2 ? 0 : dim); slot = slot_of(slot_mapping + row); }
   pdl_wait();
   if (side == 3) return;
@@ -137,7 +137,7 @@ struct NumQ4 {
 // The step's arrays come from the host: no kernel writes them, and they are read before the wait
 struct Few {
   int first, tokens, len, head, G, row0, rows, piece, first_split, num_splits; float one_of_G;
-  __device__ __forceinline__ Few(const int* query_start_loc, const int* seq_lens, int few, int n_head, int n_head_kv, int window, int log_piece) {
+  __device__ __forceinline__ Few(const int* query_start_loc, const int* seq_lens, int few, int n_head, int n_head_kv, int window, int least, int most) {
     Unwritten numbers;
     int groups = gridDim.x / n_head_kv, s = blockIdx.z;
     len = load4(seq_lens + s);
@@ -146,9 +146,8 @@ struct Few {
     G = n_head / n_head_kv; head = blockIdx.x / groups; row0 = blockIdx.x % groups * ROWS8; one_of_G = __fdividef(1.f, (float)G);
     rows = tokens > few || len <= 0 ? 0 : min(ROWS8, tokens * G - row0);
     int lo = first_seen(len - tokens, window), span = window ? min(len, window) : len;
-    for (; span > (MAX_SPLITS - 2) << log_piece; log_piece++) {}
-    piece = 1 << log_piece; first_split = lo >> log_piece;
-    num_splits = rows > 0 ? ((len - 1) >> log_piece) - first_split + 1 : 0;
+    piece = max(least, (span + 32 * most - 1) / (32 * most) * 32); first_split = lo / piece;
+    num_splits = rows > 0 ? (len - 1) / piece - first_split + 1 : 0;
   }
   __device__ __forceinline__ int token(int r) const { return (int)((row0 + r + 0.5f) * one_of_G); }            // (row0 + r) / G without a division
   __device__ __forceinline__ int position(int r) const { return len - tokens + min(token(r), tokens - 1); }
@@ -161,87 +160,107 @@ __device__ __forceinline__ float share(float x, float top, float sum, const floa
     float z = loadf(sinks + head) * LOG2E, t = fmaxf(top, z), fix = exp2f(top - t);
     x *= fix; sum = sum * fix + exp2f(z - t);
   }
-  return sum > 0 ? x / sum : 0.f;
+  return sum > 0 ? __fdividef(x, sum) : 0.f;
 }
-// Where the partial results of this block's rows are: [.., split][8] of (maximum, sum), and [.., split][8][dv]
+// What a warp has of a row: its maximum, the sum of its weights, and of the weighted sum two numbers a lane, 64c + lane and 32 further on
+struct RowPart { float top, sum, x[2]; };
+// Where pieces leave parts of rows for each other: [.., split][8][c] of (maximum, sum), and [.., split][8][c][32 lanes][2].
+// A word is UNSET, a NaN that no arithmetic gives, until it is written, and whoever has read it makes it so again: to wait for a word is to wait for what it says, without a fence
+constexpr u32 UNSET = ~0u;
 struct Partials {
-  float *ml, *sums; int dv;
-  __device__ __forceinline__ Partials(float* ml_, float* sums_, int max_splits, int dv_) : dv(dv_) {
-    size_t at = ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * max_splits * ROWS8;
-    ml = ml_ + at * 2; sums = sums_ + at * dv_;
+  static constexpr int AHEAD = 8;
+  uint2 *maxima, *numbers; int units;                                  // of this lane
+  __device__ __forceinline__ Partials(float* ml, float* sums, int max_splits, int dv) : units((dv + 63) >> 6) {
+    size_t at = ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * max_splits * ROWS8 * units;
+    maxima = (uint2*)ml + at; numbers = (uint2*)sums + at * 32 + (threadIdx.x & 31);
+  }
+  static __device__ __forceinline__ u32 word(float x) { u32 u = __float_as_uint(x); return u == UNSET ? 0x7fffffff : u; }
+  __device__ __forceinline__ void put(int split, int unit, const RowPart& part) const {       // unit: r units + c
+    int at = split * ROWS8 * units + unit;
+    post8(numbers + at * 32, make_uint2(word(part.x[0]), word(part.x[1])));
+    if ((threadIdx.x & 31) == 0) post8(maxima + at, make_uint2(word(part.top), word(part.sum)));
+  }
+  // All pieces (at most 32), this block's own one in its place, added up in their order. Lane p has the maximum and the sum of piece p
+  __device__ __forceinline__ RowPart all(const RowPart& own, int split, int unit, int num_splits) const {
+    int lane = threadIdx.x & 31, step = ROWS8 * units; bool known = false; float weights = 0; RowPart whole{NEVER, 0, {0, 0}};
+    uint2 *at = maxima + lane * step + unit, *from = numbers + unit * 32;
+#pragma unroll 1
+    for (int p0 = 0; p0 < num_splits;) {
+      uint2 part[AHEAD], v; u32 missing = 0;
+      if (!known && lane < num_splits) v = peek8(at);
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) if (p0 + j < num_splits) part[j] = peek8(from + j * step * 32);
+      if (!known) {
+        if (lane == split) v = make_uint2(word(own.top), word(own.sum));
+        if (lane < num_splits) missing |= v.x == UNSET | v.y == UNSET;
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) if (p0 + j < num_splits) {
+        if (p0 + j == split) part[j] = make_uint2(word(own.x[0]), word(own.x[1]));
+        missing |= part[j].x == UNSET | part[j].y == UNSET;
+      }
+      if (__ballot_sync(~0u, missing)) continue;                      // all once more
+      if (!known) {
+        float m = NEVER, f = 0;
+        if (lane < num_splits) { m = __uint_as_float(v.x); f = __uint_as_float(v.y); *at = make_uint2(UNSET, UNSET); }
+        whole.top = warp_max(m); weights = exp2_approx(m - whole.top); whole.sum = warp_sum(weights * f); known = true;
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) if (p0 + j < num_splits) {
+        float weight = __shfl_sync(~0u, weights, p0 + j);
+        whole.x[0] = fmaf(weight, __uint_as_float(part[j].x), whole.x[0]); whole.x[1] = fmaf(weight, __uint_as_float(part[j].y), whole.x[1]);
+        from[j * step * 32] = make_uint2(UNSET, UNSET);
+      }
+      p0 += AHEAD; from += AHEAD * step * 32;
+    }
+    return whole;
   }
 };
-// P parts in shared memory, of each row the maximum, the sum of weights and the weighted sum [part][8][pitch]: together the result, or a partial one. A warp has a row
+// P parts of each row in shared memory, [part][8][pitch] with their maxima and sums, perhaps one more, the newest token alone, become the row's piece, and that goes where it has to.
+// A warp has 64 numbers of a row
 template <int P>
-__device__ __forceinline__ void finish_split(const Few& w, const Partials& to, const float* parts, int pitch, const float (*tops)[ROWS8], const float (*totals)[ROWS8],
-                                             int split, float* out, const float* sinks, int n_head) {
-  int lane = threadIdx.x & 31;
-  for (int r = threadIdx.x >> 5; r < w.rows; r += blockDim.x >> 5) {
-    float fix[P], top = NEVER, sum = 0;
+__device__ __forceinline__ void settle(const Few& w, const Partials& to, const float* parts, int pitch, const float (*tops)[ROWS8], const float (*totals)[ROWS8], const u16* newest,
+                                       int split, bool merges, float* out, int dv, const float* sinks, int n_head) {
+  for (int unit = threadIdx.x >> 5; unit < w.rows * to.units; unit += blockDim.x >> 5) {
+    int r = to.units == 1 ? unit : to.units == 2 ? unit >> 1 : unit / to.units, d0 = (unit - r * to.units) * 64 + (threadIdx.x & 31);
+    RowPart part{newest ? tops[P][r] : NEVER, 0, {0, 0}}; float fix[P + 1];
 #pragma unroll
-    for (int p = 0; p < P; p++) top = fmaxf(top, tops[p][r]);
+    for (int p = 0; p < P; p++) part.top = fmaxf(part.top, tops[p][r]);
 #pragma unroll
-    for (int p = 0; p < P; p++) { fix[p] = exp2f(tops[p][r] - top); sum += totals[p][r] * fix[p]; }
-    bool whole = w.num_splits == 1;
-    float one = whole ? share(1.f, top, sum, sinks, w.query_head(r)) : 1.f, *row = whole ? out + w.out_row(r, n_head) * to.dv : to.sums + ((size_t)split * ROWS8 + r) * to.dv;
-    for (int d = lane; d < to.dv; d += 32) {
-      float x = 0;
+    for (int p = 0; p < P; p++) { fix[p] = exp2_approx(tops[p][r] - part.top); part.sum += totals[p][r] * fix[p]; }
+    if (newest) { fix[P] = exp2_approx(tops[P][r] - part.top); part.sum += fix[P]; }
 #pragma unroll
-      for (int p = 0; p < P; p++) x += fix[p] * parts[(p * ROWS8 + r) * pitch + d];
-      row[d] = x * one;
-    }
-    if (!whole && lane == 0) *(float2*)(to.ml + (split * ROWS8 + r) * 2) = make_float2(top, sum);
-  }
-}
-// Whoever comes last adds up the pieces, in their order. A warp has a row, a lane the maximum and the sum of every 32nd piece and V neighbouring numbers of the result
-template <int V>
-__device__ __forceinline__ void merge_splits(const Few& w, const Partials& from, int* counters, float* out, const float* sinks, int n_head) {
-  __shared__ int last;
-  __syncthreads();
-  int* counter = counters + blockIdx.z * gridDim.x + blockIdx.x;
-  if (threadIdx.x == 0) { fence(); last = atomicAdd(counter, 1) == min((int)gridDim.y, w.num_splits) - 1; fence(); }      // for the whole block: it has just met, and meets again
-  __syncthreads();
-  if (!last) return;
-  int lane = threadIdx.x & 31, dv = from.dv;
-  for (int r = threadIdx.x >> 5; r < w.rows; r += blockDim.x >> 5) {
-    float m[3], f[3], one = 0;
+    for (int i = 0; i < 2; i++) {
+      int d = d0 + 32 * i;
+      if (d < dv) {
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
-      int p = lane + 32 * i; uint2 v = p < w.num_splits ? load8(from.ml + (p * ROWS8 + r) * 2) : make_uint2(__float_as_uint(NEVER), 0);
-      m[i] = __uint_as_float(v.x); f[i] = __uint_as_float(v.y);
-    }
-#pragma unroll 1
-    for (int d0 = 0; d0 < dv; d0 += 32 * V) {
-      int d = d0 + V * lane; float x[V] = {}; const float* at = from.sums + (size_t)r * dv + d;
-#pragma unroll 1
-      for (int p = 0; p < w.num_splits; p += 16, at += 16 * ROWS8 * dv) {
-        float part[16][V];
-#pragma unroll
-        for (int j = 0; j < 16; j++) {                                // all on their way at once, while the weights are computed
-          bool in = d < dv && p + j < w.num_splits;
-          if constexpr (V == 4) { float4 v = in ? loadf4(at + j * ROWS8 * dv) : make_float4(0, 0, 0, 0); part[j][0] = v.x; part[j][1] = v.y; part[j][2] = v.z; part[j][3] = v.w; }
-          else part[j][0] = in ? loadf(at + j * ROWS8 * dv) : 0.f;
-        }
-        if (p + d0 == 0) {
-          float top = warp_max(fmaxf(m[0], fmaxf(m[1], m[2]))), sum = 0;
-#pragma unroll
-          for (int i = 0; i < 3; i++) { m[i] = exp2f(m[i] - top); sum += m[i] * f[i]; }
-          one = share(1.f, top, warp_sum(sum), sinks, w.query_head(r));
-        }
-        float weights = p < 32 ? m[0] : p < 64 ? m[1] : m[2];
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-          float weight = __shfl_sync(~0u, weights, (p & 31) + j);
-#pragma unroll
-          for (int e = 0; e < V; e++) x[e] += weight * part[j][e];    // of pieces that are none 0 times 0
-        }
+        for (int p = 0; p < P; p++) part.x[i] += fix[p] * parts[(p * ROWS8 + r) * pitch + d];
+        if (newest) part.x[i] += fix[P] * half_float(newest[d]);
       }
-      float* to = out + w.out_row(r, n_head) * dv + d;
-      if (d < dv) { if constexpr (V == 4) *(float4*)to = make_float4(x[0] * one, x[1] * one, x[2] * one, x[3] * one); else *to = x[0] * one; }
     }
+    if (w.num_splits > 1) {
+      if (!merges) { to.put(split, unit, part); continue; }
+      part = to.all(part, split, unit, w.num_splits);
+    }
+    float one = share(1.f, part.top, part.sum, sinks, w.query_head(r)), *row = out + w.out_row(r, n_head) * dv;
+#pragma unroll
+    for (int i = 0; i < 2; i++) if (d0 + 32 * i < dv) row[d0 + 32 * i] = part.x[i] * one;
   }
-  if (threadIdx.x == 0) *counter = 0;
 }
+// Which of the blocks that share a sequence's pieces puts them together: the one that begins last, since the others are at work then and will write without anybody's help.
+// Thread 0 draws the number early, and looks at it when it is needed
+struct Order {
+  int *counter, number; bool many;
+  __device__ __forceinline__ void draw(const Few& w, int* counters) {
+    counter = counters + blockIdx.z * gridDim.x + blockIdx.x; many = w.num_splits > 1;
+    if (many && threadIdx.x == 0) number = draw_number(counter);
+  }
+  __device__ __forceinline__ bool last(const Few& w) const {          // for thread 0
+    bool it = many && number == min((int)gridDim.y, w.num_splits) - 1;
+    if (it) *counter = 0;                                             // all have drawn
+    return it;
+  }
+};
 // Rows of a sequence of no positions (the step's last rows may stand for nothing) are zeros
 __device__ __forceinline__ void no_rows(const Few& w, float* out, int n_head, int dv) {
   if (w.len <= 0 && w.tokens == 1 && blockIdx.y == 0)
@@ -258,13 +277,14 @@ __device__ __forceinline__ void no_rows(const Few& w, float* out, int n_head, in
 template <class T, int D> struct Keys {
   static __device__ __forceinline__ u32 numbers(int width) { return (width + 31) / 32 * 64 * T::BYTES; }
   static __device__ __forceinline__ u32 bytes(int width) { return numbers(width) + (T::SCALED ? (width + 31) / 32 * 32 : 0); }
-  static __device__ __forceinline__ void fetch(u32 to, const char* head, int width, int g, int t) {
-    u32 stride = row_bytes(T::TYPE, width), lane = 4 * g + t, own = to + lane * T::BYTES; const char* row[2] = {head + g * stride + t * T::BYTES, head + (g + 8) * stride + t * T::BYTES};
+  static __device__ __forceinline__ void fetch(u32 to, const char* head, int width, int g, int t, int hi) {
+    u32 stride = row_bytes(T::TYPE, width), lane = 4 * g + t, own = to + lane * T::BYTES, in[2] = {g < hi ? T::BYTES : 0u, g + 8 < hi ? T::BYTES : 0u};
+    const char* row[2] = {head + g * stride + t * T::BYTES, head + (g + 8) * stride + t * T::BYTES};
 #pragma unroll
     for (int c = 0; c < D / 32; c++)
       if (32 * c < width)
 #pragma unroll
-        for (int h = 0; h < 2; h++) copy_zero<T::BYTES>(own + (c * 2 + h) * 32 * T::BYTES, row[h] + 4 * c * T::BYTES, T::SCALED || 32 * c + 8 * t < width ? T::BYTES : 0);
+        for (int h = 0; h < 2; h++) copy_zero<T::BYTES>(own + (c * 2 + h) * 32 * T::BYTES, row[h] + 4 * c * T::BYTES, T::SCALED || 32 * c + 8 * t < width ? in[h] : 0);
     if constexpr (T::SCALED)
 #pragma unroll
       for (int i = 0; i < D / 128; i++)
@@ -300,31 +320,40 @@ template <class T, int D> struct Values {
     return (p >= lo && p < hi ? v & 0xffff : 0) | (p + 1 >= lo && p + 1 < hi ? v & 0xffff0000 : 0);
   }
 };
-#endif
+// What both kernels for few rows are told
+struct Paged {
+  float* out; const char *k, *v; int* counters; float *ml, *sums; const int *seq_lens, *block_table; const float* sinks; int max_blocks, max_splits, least, most, n_head, n_head_kv, dk, dv, window; float scale, softcap;
+};
+// Queries that have been turned
+struct Turned { const float* q; const int* query_start_loc; int pitch, few; };
+// Queries, keys and values of one new token of each sequence as the products left them: normalised, turned and stored here
+struct Raw { const float *q, *k, *v; const int *positions, *slot_mapping; const float *table, *q_norm, *k_norm, *v_norm; float eps, v_eps; int dim, q_pitch, k_pitch, v_pitch; };
+
 // Scores S^T = K Q^T and sums O^T = V^T P^T of 8 rows: positions, and then numbers of a value, are the 16 rows of the instruction, the 8 query rows its columns.
 // Warp w takes blocks w, w + WARPS, ... of a piece, STAGES of them on their way, over the ends of pieces. Blocks of the cache that no kernel of this step writes are asked for before the wait.
-template <class KT, class VT, int D, int WARPS, int STAGES>
-__global__ __launch_bounds__(WARPS * 32, (D > 128 ? 8 : 12) / WARPS) void attention_split(float* out, const float* q, const char* k, const char* v, int* counters, float* ml, float* sums,
-    const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int log_piece, int q_pitch,
-    int n_head, int n_head_kv, int dk, int dv, int window, float scale, float softcap) {
-#if __CUDA_ARCH__ >= 800
-  constexpr int C = D / 32;
-  extern __shared__ __align__(16) float red[];                        // [WARPS][8 rows][dv + 1]; then the warps' rings
-  __shared__ float tops[WARPS][ROWS8], totals[WARPS][ROWS8];
+// WHOLE: heads are D wide. Raw queries: the newest position is not read from the cache, it is a part of its own (settle), and all that is read from the cache is read before the wait.
+template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES, class Queries>
+__device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
+  constexpr int C = D / 32; constexpr bool OWN = sizeof(Queries) == sizeof(Raw);
+  extern __shared__ __align__(16) float red[];                        // [WARPS][8 rows][dv + 1]; then the warps' rings; then, if they are made here, 8 queries, a key and a value in float16
+  __shared__ float tops[WARPS + 1][ROWS8], totals[WARPS + 1][ROWS8]; __shared__ bool merges;
   pdl_trigger();
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  Few w(query_start_loc, seq_lens, few, n_head, n_head_kv, window, log_piece);
+  const int dk = WHOLE ? D : a.dk, dv = WHOLE ? D : a.dv, n_head = a.n_head, n_head_kv = a.n_head_kv, window = a.window;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3; Order order;
+  const int* starts = nullptr; int few = 1;
+  if constexpr (!OWN) { starts = in.query_start_loc; few = in.few; }
+  Few w(starts, a.seq_lens, few, n_head, n_head_kv, window, a.least, a.most);
   int split = blockIdx.y; bool here = split < w.num_splits;
   if (!here && blockIdx.y) { pdl_leave(); return; }                   // blocks y = 0 wait for all
-  const int* table = block_table + (size_t)blockIdx.z * max_blocks;
+  const int* table = a.block_table + (size_t)blockIdx.z * a.max_blocks;
   u32 k_head = head_bytes(KT::TYPE, dk), v_head = head_bytes(VT::TYPE, dv), k_bytes = Keys<KT, D>::bytes(dk), stage_bytes = k_bytes + Values<VT, D>::bytes(dv);
-  u32 ring = shared_address(red) + WARPS * ROWS8 * (dv + 1) * 4 + warp * STAGES * stage_bytes, slot = ring, used = ring, end = ring + STAGES * stage_bytes;
-  const char *k_at = k + (size_t)w.head * k_head, *v_at = v + (size_t)w.head * v_head;
+  u32 rings = shared_address(red) + WARPS * ROWS8 * (dv + 1) * 4, ring = rings + warp * STAGES * stage_bytes, slot = ring, used = ring, end = ring + STAGES * stage_bytes;
+  const char *k_at = a.k + (size_t)w.head * k_head, *v_at = a.v + (size_t)w.head * v_head;
   int window_lo = first_seen(w.len - w.tokens, window);
   struct Part { int lo, hi, base, i, end; } part, next;               // positions of a piece; the warp's blocks of it are base + WARPS i
   auto part_of = [&](int s) {
     int start = (w.first_split + s) * w.piece, base = start / 16 + warp; Part p;
-    p.lo = max(start, window_lo); p.hi = min(start + w.piece, w.len); p.base = base;
+    p.lo = max(start, window_lo); p.hi = min(start + w.piece, w.len - OWN); p.base = base;
     p.i = (p.lo / 16 - base + WARPS - 1) / WARPS; p.end = max(p.i, ((p.hi + 15) / 16 - base + WARPS - 1) / WARPS);
     return p;
   };
@@ -340,7 +369,7 @@ __global__ __launch_bounds__(WARPS * 32, (D > 128 ? 8 : 12) / WARPS) void attent
       size_t block = (size_t)__shfl_sync(~0u, id, next.i - from) * n_head_kv; int p = (next.base + WARPS * next.i) * 16;
       {
         Unwritten bytes;                                              // or after the wait
-        Keys<KT, D>::fetch(slot, k_at + block * k_head, dk, g, t);
+        Keys<KT, D>::fetch(slot, k_at + block * k_head, dk, g, t, OWN ? next.hi - p : 16);
         Values<VT, D>::fetch(slot + k_bytes, v_at + block * v_head, dv, g, t, next.lo - p, next.hi - p);
       }
       next.i++; skip();
@@ -350,27 +379,73 @@ __global__ __launch_bounds__(WARPS * 32, (D > 128 ? 8 : 12) / WARPS) void attent
   };
   int ahead = 0;
   if (here) {
-    next = part_of(split); from = next.i; id = ids(next, from); ids_after(); skip();
+    part = next = part_of(split); from = next.i; id = ids(next, from); ids_after(); skip();
 #pragma unroll 1
-    for (; ahead < STAGES && next.i < next.end && (next.base + WARPS * next.i) * 16 + 16 <= w.len - w.tokens; ahead++) fetch();
+    for (; ahead < STAGES && next.i < next.end && (OWN || (next.base + WARPS * next.i) * 16 + 16 <= w.len - w.tokens); ahead++) fetch();
   }
-  int r = min(g, w.rows - 1);                                         // this lane's row of queries; rows that are none do not count
-  const float* row = q + (size_t)(w.first + (w.row0 + r) / w.G) * q_pitch + w.query_head(r) * dk;
-  int last_seen[2] = {w.position(2 * t), w.position(2 * t + 1)};      // of rows 2t and 2t + 1
-  if (here) prefetch(row);                                            // so that the address is known before the wait
-  pdl_wait();
-  if (!here) { no_rows(w, out, n_head, dv); return; }
   float4 raw[C][2]; uint4 query[C];                                   // the queries of lane 4g + t: row g, numbers of unit 4c + t, as halves() orders those of keys
-#pragma unroll
-  for (int c = 0; c < C; c++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) { int d = KT::dim(4 * c + t, 0) + KT::HALF * h; raw[c][h] = d < dk ? loadf4(row + d) : make_float4(0, 0, 0, 0); }
+  int r = min(g, w.rows - 1);                                         // this lane's row of queries; rows that are none do not count
+  int last_seen[2] = {w.position(2 * t), w.position(2 * t + 1)};      // of rows 2t and 2t + 1
+  u16* newest = nullptr;                                              // the newest key and value, where this block has the last piece
+  if constexpr (OWN) {
+    u16 *queries = (u16*)red + (rings - shared_address(red) + WARPS * STAGES * stage_bytes) / 2, *fresh = queries + ROWS8 * (D + 32);
+    bool holds = here && (w.num_splits - 1) % (int)gridDim.y == split; int tasks = here ? w.rows + 2 * holds : 0, task = warp, side; Head<D> one; const float* from; u16* place;
+    auto begin = [&]() {
+      side = task < w.rows ? 0 : 1 + task - w.rows;
+      one.begin(side == 0 ? in.q_norm : side == 1 ? in.k_norm : in.v_norm, in.positions, in.table, w.first, D, side == 2 ? 0 : in.dim);
+      from = side == 0 ? in.q + (size_t)w.first * in.q_pitch + w.query_head(task) * D : side == 1 ? in.k + (size_t)w.first * in.k_pitch + w.head * D : in.v + (size_t)w.first * in.v_pitch + w.head * D;
+      int to = slot_of(in.slot_mapping + w.first);
+      place = (u16*)((side == 1 ? a.k : a.v) + ((size_t)(to >> 4) * n_head_kv + w.head) * k_head) + (to & 15) * D;
+    };
+    if (task < tasks) { begin(); prefetch(from); }
+    pdl_wait();
+    if (!here) { no_rows(w, a.out, n_head, dv); return; }
+    order.draw(w, a.counters);
 #pragma unroll 1
-  for (; ahead < STAGES; ahead++) fetch();
+    while (task < tasks) {
+      u16* to = side ? fresh + (side - 1) * D : queries + task * (D + 32);
+      bool stored = side && w.row0 == 0;
+      one.turn(from, side == 2 ? in.v_eps : in.eps, [&](int d, float x) { u16 h = float_half(x); to[d] = h; if (stored) place[d] = h; });
+      if ((task += WARPS) < tasks) begin();
+    }
+#pragma unroll 1
+    for (; ahead < STAGES; ahead++) copy_commit();
+    __syncthreads();
 #pragma unroll
-  for (int c = 0; c < C; c++) query[c] = KT::pairs(raw[c][0], raw[c][1]);
+    for (int c = 0; c < C; c++) query[c] = shared16(shared_address(queries) + r * (2 * D + 64) + (4 * c + t) * 16);
+    if (holds) {                                                      // a warp has a row
+      for (int row = warp; row < w.rows; row += WARPS) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < D / 64; i++) {
+          float2 x = half2_float2(((u32*)(queries + row * (D + 32)))[lane + 32 * i]), y = half2_float2(((u32*)fresh)[lane + 32 * i]);
+          sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+        }
+        float z = warp_sum(sum) * a.scale;
+        if (a.softcap != 0) z = capped_approx(z, a.softcap);
+        if (lane == 0) tops[WARPS][row] = z * LOG2E;
+      }
+      newest = fresh + D;
+    }
+  }
+  else {
+    const float* row = in.q + (size_t)(w.first + (w.row0 + r) / w.G) * in.pitch + w.query_head(r) * dk;
+    if (here) prefetch(row);                                          // so that the address is known before the wait
+    pdl_wait();
+    if (!here) { no_rows(w, a.out, n_head, dv); return; }
+    order.draw(w, a.counters);
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) { int d = KT::dim(4 * c + t, 0) + KT::HALF * h; raw[c][h] = d < dk ? loadf4(row + d) : make_float4(0, 0, 0, 0); }
+#pragma unroll 1
+    for (; ahead < STAGES; ahead++) fetch();
+#pragma unroll
+    for (int c = 0; c < C; c++) query[c] = KT::pairs(raw[c][0], raw[c][1]);
+  }
+  const float scale = a.scale, softcap = a.softcap;
   for (bool again = false; split < w.num_splits; split += gridDim.y, again = true) {
-    part = part_of(split);
+    if (again) part = part_of(split);
     float o[D / 16][4] = {}, m[2] = {NEVER, NEVER}, l[2] = {0, 0};
     for (; part.i < part.end; part.i++) {
       int at0 = (part.base + WARPS * part.i) * 16; u32 values = used + k_bytes;
@@ -395,7 +470,7 @@ __global__ __launch_bounds__(WARPS * 32, (D > 128 ? 8 : 12) / WARPS) void attent
       for (int e = 0; e < 4; e++) {
         int at = at0 + g + 8 * (e >> 1), end = last_seen[e & 1]; float z = (s[0][e] + s[1][e]) * scale;
         if (softcap != 0) z = capped_approx(z, softcap);
-        p[e] = at <= end && at >= first_seen(end, window) ? z * LOG2E : -INFINITY_F;
+        p[e] = at <= end - OWN && at >= first_seen(end, window) ? z * LOG2E : -INFINITY_F;
         high[e & 1] = fmaxf(high[e & 1], p[e]);
       }
 #pragma unroll
@@ -449,11 +524,32 @@ __global__ __launch_bounds__(WARPS * 32, (D > 128 ? 8 : 12) / WARPS) void attent
           if (d1 < dv) to[d1] = o[d][h + 2];
         }
     }
+    bool ends = split + (int)gridDim.y >= w.num_splits;
+    if (ends && threadIdx.x == 0) merges = order.last(w);
     __syncthreads();
-    finish_split<WARPS>(w, Partials(ml, sums, max_splits, dv), red, dv + 1, tops, totals, split, out, sinks, n_head);
+    settle<WARPS>(w, Partials(a.ml, a.sums, a.max_splits, dv), red, dv + 1, tops, totals, split == w.num_splits - 1 ? newest : nullptr, split, ends && merges, a.out, dv, a.sinks, n_head);
   }
   copy_wait<0>();
-  if (w.num_splits > 1) merge_splits<4>(w, Partials(ml, sums, max_splits, dv), counters, out, sinks, n_head);
+}
+#endif
+template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES>
+__global__ __launch_bounds__(WARPS * 32, (D > 128 || WHOLE && D == 128 ? 8 : 12) / WARPS) void attention_split(float* out, const float* q, const char* k, const char* v, int* counters, float* ml, float* sums,
+    const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int least, int most, int q_pitch,
+    int n_head, int n_head_kv, int dk, int dv, int window, float scale, float softcap) {
+#if __CUDA_ARCH__ >= 800
+  Paged a{out, k, v, counters, ml, sums, seq_lens, block_table, sinks, max_blocks, max_splits, least, most, n_head, n_head_kv, dk, dv, window, scale, softcap};
+  few_rows<KT, VT, D, WHOLE, WARPS, STAGES>(a, Turned{q, query_start_loc, q_pitch, few});
+#endif
+}
+// The same for a step in which every sequence has one token, with rope_store in front of it: one launch for two. Heads of D, a float16 cache
+template <int D, int WARPS, int STAGES>
+__global__ __launch_bounds__(WARPS * 32, 1) void rope_attention(float* out, char* k, char* v, const float* q, const float* k_rows, const float* v_rows, const int* positions,
+    const int* slot_mapping, const float* table, const float* q_norm, const float* k_norm, const float* v_norm, float eps, float v_eps, int dim, int q_pitch, int k_pitch, int v_pitch,
+    int* counters, float* ml, float* sums, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int least, int most,
+    int n_head, int n_head_kv, int window, float scale, float softcap) {
+#if __CUDA_ARCH__ >= 800
+  Paged a{out, k, v, counters, ml, sums, seq_lens, block_table, sinks, max_blocks, max_splits, least, most, n_head, n_head_kv, D, D, window, scale, softcap};
+  few_rows<NumF16, NumF16, D, true, WARPS, STAGES>(a, Raw{q, k_rows, v_rows, positions, slot_mapping, table, q_norm, k_norm, v_norm, eps, v_eps, dim, q_pitch, k_pitch, v_pitch});
 #endif
 }
 
@@ -726,16 +822,17 @@ __device__ __forceinline__ void exact_rows(const W& w, float* red, const float* 
 }
 template <int R>                                                      // rows of a warp: 1, since a piece has 8
 __global__ __launch_bounds__(256, 1) void exact_split(float* out, const float* q, const char* k, const char* v, int* counters, float* ml, float* sums,
-    const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int log_piece, int q_pitch,
+    const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int least, int most, int q_pitch,
     int n_head, int n_head_kv, int dk, int dv, int k_type, int v_type, int window, float scale, float softcap) {
   extern __shared__ __align__(16) float red[];
-  __shared__ float top[1][ROWS8], total[1][ROWS8];
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  __shared__ float top[2][ROWS8], total[2][ROWS8]; __shared__ bool merges;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5; Order order;
   pdl_trigger();
-  Few w(query_start_loc, seq_lens, few, n_head, n_head_kv, window, log_piece);
+  Few w(query_start_loc, seq_lens, few, n_head, n_head_kv, window, least, most);
   if ((int)blockIdx.y >= w.num_splits && blockIdx.y) { pdl_leave(); return; }
   pdl_wait();
   if ((int)blockIdx.y >= w.num_splits) { no_rows(w, out, n_head, dv); return; }
+  order.draw(w, counters);
   for (int split = blockIdx.y; split < w.num_splits; split += gridDim.y) {
     float o[R][16], m[R], l[R], *results = red + 8 * dk + 32 * max(dk + 1, dv) + 8 * 32;
     int start = (w.first_split + split) * w.piece;
@@ -744,11 +841,12 @@ __global__ __launch_bounds__(256, 1) void exact_split(float* out, const float* q
 #pragma unroll
     for (int d = 0; d < 16; d++) if (32 * d + lane < dv) results[warp * dv + 32 * d + lane] = o[0][d];
     if (lane == 0) { top[0][warp] = m[0]; total[0][warp] = l[0]; }
+    bool ends = split + (int)gridDim.y >= w.num_splits;
+    if (ends && threadIdx.x == 0) merges = order.last(w);
     __syncthreads();
-    finish_split<1>(w, Partials(ml, sums, max_splits, dv), results, dv, top, total, split, out, sinks, n_head);
+    settle<1>(w, Partials(ml, sums, max_splits, dv), results, dv, top, total, nullptr, split, ends && merges, out, dv, sinks, n_head);
     __syncthreads();
   }
-  if (w.num_splits > 1) merge_splits<1>(w, Partials(ml, sums, max_splits, dv), counters, out, sinks, n_head);
 }
 template <int R>                                                      // rows of a warp: 3, so that heads of 256 fit into the 64 KB of a Turing card
 __global__ __launch_bounds__(256, 1) void exact_tile(float* out, const float* q, const char* k, const char* v, const int* tiles, const int* query_start_loc,

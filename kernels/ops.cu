@@ -142,7 +142,7 @@ __global__ __launch_bounds__(128) void heads(float* q_out, const float* q, float
   int head = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = blockIdx.y;
   bool is_k = head >= n_head, on = head < n_head + n_head_k;
   pdl_trigger();
-  Head one;
+  Head<0> one;
   if (on) one.begin(is_k ? k_norm : q_norm, positions, table, row, head_dim, dim);
   pdl_wait();
   if (!on) return;

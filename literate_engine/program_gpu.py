@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'PROGRAM', 'ACT_NAMES', 'BUILD', 'GpuVector', 'GpuWeight', 'GpuWeights',
-           'GpuRecorder', 'readers', 'fuse_norms', 'fuse_rope', 'fuse_store', 'merge_linears', 'fuse_sums', 'own_rows',
-           'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep', 'profile_gpu']
+           'GpuRecorder', 'readers', 'fuse_norms', 'fuse_rope', 'fuse_store', 'fuse_attention', 'merge_linears',
+           'fuse_sums', 'own_rows', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep', 'profile_gpu']
 
-# %% ../nbs/30_program_gpu.ipynb #ff7f710c
+# %% ../nbs/30_program_gpu.ipynb #089d0067
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store, prepare_rope_store, tile_tokens
+from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store, prepare_rope_attention, prepare_rope_store, takes_raw, tile_tokens
 from .cuda import CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
 from .gemm_gpu import HalfActs, act_for, half_buffers, prepare_gemm, prepare_half_acts
 from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
@@ -138,8 +138,20 @@ def fuse_store(code: list[Instruction], keep=()) -> list[Instruction]:
         gone |= {turn} | ({norm} if norm else set())
     return [fused.get(i, i) for i in code if i not in gone]
 
-# %% ../nbs/30_program_gpu.ipynb #3dd610f2
-COLUMN_READERS = {"rope_store", "rope_qk", "rope", "kv_store", "gated", "attention"}         # ops whose launches take some columns of a wider value
+# %% ../nbs/30_program_gpu.ipynb #6cd07f63
+def fuse_attention(code: list[Instruction], keep=()) -> list[Instruction]:
+    "The store of a layer's keys and values, with the rotation, and the attention that follows it"
+    read, out = readers(code), []
+    for i in code:
+        store = out[-1] if out else None
+        if i.op == "attention" and store and store.op == "rope_store" and i.operands[1] is store.out and read[store.out] == [i] and store.out not in keep and i.operands[2] is store.operands[9]:
+            result, q, _, layer, sinks = i.operands
+            out[-1] = Instruction("rope_attention", "tokens", [result, q, *store.operands[1:], layer, sinks], [*store.access, (result, "items", True)], result, i.source)
+        else: out.append(i)
+    return out
+
+# %% ../nbs/30_program_gpu.ipynb #3e19b2b5
+COLUMN_READERS = {"rope_attention", "rope_store", "rope_qk", "rope", "kv_store", "gated", "attention"}         # ops whose launches take some columns of a wider value
 
 def merge_linears(code: list[Instruction], keep=()) -> list[Instruction]:
     "Products of the same rows with matrices of one type: one product, of which each reader takes its columns"
@@ -259,7 +271,7 @@ class StepArrays:
         for n, size in self.tiles.items(): put(f"tiles{n}", attention_tiles(b.query_start_loc[:b.num_seqs + 1], b.seq_lens[:b.num_seqs], n, size).reshape(-1))
         return host
 
-# %% ../nbs/30_program_gpu.ipynb #e21db1e0
+# %% ../nbs/30_program_gpu.ipynb #70486d6f
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -267,10 +279,10 @@ class GpuProgram:
         self.sources = {i.out: i.source for i in recorder.code if i.out is not None and i.source is not None}
         if missing := sorted({i.op for i in recorder.code} - set(BUILD)): raise CudaError(f"no GPU kernel yet for {', '.join(missing)}: device='cpu' runs this model")
         self.kept = (logits, *keep)
-        self.code = merge_linears(fuse_norms(fuse_sums(fuse_store(fuse_rope(recorder.code), self.kept), self.kept), self.kept), self.kept)
+        self.code = merge_linears(fuse_norms(fuse_sums(fuse_attention(fuse_store(fuse_rope(recorder.code), self.kept), self.kept), self.kept), self.kept), self.kept)
         self.read, self.own = readers(self.code), own_rows(self.code, self.kept)
         self.last, self.rooms = {v: n for n, i in enumerate(self.code) for v in i.reads()}, {}      # who reads a value last; buffers for other forms of values
-        self.layers = [i.operands[3] for i in self.code if i.op == "attention"]
+        self.layers = [i.operands[-2] for i in self.code if i.op in ("attention", "rope_attention")]
         self.sizes = allocate(self.code, {"tokens": batch.max_num_tokens, "outputs": max_outs}, [v.base or v for v in self.kept])
         self.steps, self.stream = {}, None
 
@@ -427,7 +439,7 @@ class GpuStep:
         tables = self.program.tables
         return tables.get(id(values)) or tables.setdefault(id(values), (cupy().asarray(values), values))
 
-# %% ../nbs/30_program_gpu.ipynb #d5f04437
+# %% ../nbs/30_program_gpu.ipynb #35dd5ef6
 def _acts(step: GpuStep, x: Value, kind: str):
     "(x in the form that a product wants, the launches that make it); made once for all products that read x"
     if x in step.small: return step.own_row(x), []
@@ -476,12 +488,19 @@ def _activate(step, out, x, width, act):
     whole, acts = step.quantised(out)
     return prepare_activate(whole, ACT_NAMES[act], step.array(x), acts)
 
+def _rope_attention(step, out, q_out, q, k, v, table, head_dim, q_norm, k_norm, eps, kv, v_norm, v_eps, layer, sinks):
+    if not step.shape.decode or not takes_raw(kv.cache, layer, device().arch):
+        return _rope_store(step, q_out, q, k, v, table, head_dim, q_norm, k_norm, eps, kv, v_norm, v_eps) + _attention(step, out, q_out, kv, layer, sinks)
+    norms = [w and w.device for w in (q_norm, k_norm, v_norm)]
+    return prepare_rope_attention(step.array(out), *(step.array(x) for x in (q, k, v)), step.numbers.positions, step.table(table)[0], *norms[:2], eps, kv, layer, step.arrays.groups[kv.group], step.program.scratch,
+                                  step.program.max_len, sinks and sinks.device, norms[2], v_eps)
+
 def _kv_store(step, kv, k, v): return prepare_kv_store(step.array(k), step.array(v), kv, step.arrays.groups[kv.group])
 def _attention(step, out, q, kv, layer, sinks):
     return prepare_attention(step.array(out), step.array(q), kv, layer, step.arrays.groups[kv.group], step.program.scratch, step.program.max_len, sinks and sinks.device, step.shape.decode)
 
 ACT_NAMES = list(ACTS)
-BUILD = {"linear": _linear, "linear_add": _linear, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "add_rms_norm": _add_rms_norm, "add_layer_norm": _add_layer_norm, "rope_qk": _rope_qk, "rope_store": _rope_store,
+BUILD = {"linear": _linear, "linear_add": _linear, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "add_rms_norm": _add_rms_norm, "add_layer_norm": _add_layer_norm, "rope_qk": _rope_qk, "rope_store": _rope_store, "rope_attention": _rope_attention,
          "gated": _gated, "activate": _activate, "kv_store": _kv_store, "attention": _attention,
          "embed": lambda step, out, w, scale: prepare_embed(step.array(out), w.matrix, step.numbers.token_ids, scale),
          "rope": lambda step, out, x, positions, table, width, head_dim, dim: prepare_rope(step.array(out), step.array(x), step.numbers.positions, step.table(table)[0], head_dim),

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gpu_arrays import empty
 
 from literate_engine.attention import attention_ref
-from literate_engine.attention_gpu import (PAIRS, SPLITS, AttentionScratch, KVCacheGpu, SplitPlan, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
-    prepare_rope_store, split_plans, tile_tokens, tune_attention)
+from literate_engine.attention_gpu import (PAIRS, SPLITS, UNSET, AttentionScratch, KVCacheGpu, SplitPlan, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
+    prepare_rope_attention, prepare_rope_store, split_plans, tile_tokens, tune_attention)
 from literate_engine.core import rel_err
 from literate_engine.cuda import cupy, device
 from literate_engine.kvcache import Batch, KVCache, KVGroup, blocks_needed
@@ -59,16 +60,19 @@ def step_of(batch, spec, cache, few=1, pad=0):
                            query_start_loc=int32(np.r_[starts, [T]*pad]), tiles={tokens: int32(tiles)})
 
 
+def is_fresh(scratch): return not scratch.counters.get().any() and all((a.get() == UNSET).all() for a in (scratch.ml, scratch.sums))
+
+
 def attention(q, cache, batch, spec, sinks=None, decode=None, few=1, max_len=None, pad=0):
     cp, T = cupy(), batch.num_tokens
     step, max_len = step_of(batch, spec, cache, few, pad), max_len or batch.max_blocks_per_seq*16
     decode = few == 1 and T == batch.num_seqs if decode is None else decode
     rows = T + pad*decode
     scratch, out = AttentionScratch([spec], batch.num_seqs + pad, max_len, few), cp.empty((rows, spec.n_head*spec.head_dim_v), np.float32)
-    for a in (out, scratch.ml, scratch.sums): a[...] = np.nan
+    out[...] = np.nan
     x = cp.asarray(np.pad(q, ((0, rows - T), (0, 0))))
     for launch in prepare_attention(out, x, SimpleNamespace(cache=cache, index=0), spec, step, scratch, max_len, None if sinks is None else cp.asarray(sinks), decode, few): launch()
-    assert not scratch.counters.get().any(), "counters are not at 0 again"
+    assert is_fresh(scratch)
     return out.get()
 
 
@@ -198,6 +202,30 @@ def test_rope_and_store_in_one_launch(types):
             for a, b in zip(one.k + one.v, two.k + two.v): assert np.array_equal(a.get().view(np.uint8), b.get().view(np.uint8)), (spec, norms)
             assert one.k[1].get().any() and not one.k[0].get().any()
     with pytest.raises(ValueError, match="heads of 16"): prepare_rope_store(q, k, v, positions, table, 16, None, None, 0., out, SimpleNamespace(cache=one, index=1), step)
+
+
+@pytest.mark.parametrize("spec", [Layer(9, 3, 64, 64), Layer(8, 2, 128, 128, window=300), Layer(4, 4, 64, 64, softcap=3.), Layer(16, 1, 128, 128), Layer(4, 2, 256, 256, window=70), Layer(7, 1, 64, 64)], ids=str)
+def test_rope_store_and_attention_in_one_launch(spec):
+    "What the two launches give, but for the rounding of the newest position's weight; the same cache in every bit; windows, sinks, soft-caps, norms, partial rotation, rows that stand for nothing."
+    cp, rng, D, olds = cupy(), np.random.default_rng(4), spec.head_dim_k, (0, 1, 15, 16, 130, 255, 256, 700)
+    n_q, n_kv, S = spec.n_head*D, spec.n_head_kv*D, len(olds) + 2
+    for dim, norms, sinks, max_len in ((D, True, None, 1024), (D//2, False, np.linspace(-2, 3, spec.n_head).astype(np.float32), 9000)):
+        (one, batch, _), (two, *_) = (make_case(spec, [(1, n) for n in olds]) for _ in range(2))
+        wide = cp.asarray(rng.standard_normal((S, n_q + 2*n_kv)).astype(np.float32))
+        q, k, v = wide[:, :n_q], wide[:, n_q:n_q + n_kv], wide[:, n_q + n_kv:]
+        table, positions = cp.asarray(rng.standard_normal((800, dim)).astype(np.float32)), int32([*olds, 0, 0])
+        wq, wk, wv = ([cp.asarray(rng.standard_normal(D).astype(np.float32)) for _ in range(3)] if norms else [None]*3)
+        step, sinks = step_of(batch, spec, one, pad=2), None if sinks is None else cp.asarray(sinks)
+        step.slot_mapping = int32([*batch.slot_mapping[:len(olds)], 0, 0])
+        want, got, scratch = empty(S, n_q), empty(S, n_q), AttentionScratch([spec], S, max_len)
+        kv, turned = SimpleNamespace(cache=one, index=0), empty(S, n_q)
+        for launch in prepare_rope_store(q, k, v, positions, table, D, wq, wk, 1e-6, turned, kv, step, wv, 1e-5) + prepare_attention(want, turned, kv, spec, step, scratch, max_len, sinks, True): launch()
+        for _ in range(2):
+            for launch in prepare_rope_attention(got, q, k, v, positions, table, wq, wk, 1e-6, SimpleNamespace(cache=two, index=0), spec, step, scratch, max_len, sinks, wv, 1e-5): launch()
+            assert is_fresh(scratch) and rel_err(got.get(), want.get()) < 1e-3
+            for a, b in zip(one.k + one.v, two.k + two.v): assert np.array_equal(a.get()[1:].view(np.uint16), b.get()[1:].view(np.uint16))     # but for the null block
+    with pytest.raises(ValueError, match="rope_attention takes float16"):
+        prepare_rope_attention(got, q, k, v, positions, table, wq, wk, 0., SimpleNamespace(cache=KVCacheGpu([spec], 2, kv_type="q8_0"), index=0), spec, step, scratch, 64)
 
 
 def test_a_step_in_a_chain():

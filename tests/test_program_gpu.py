@@ -12,7 +12,7 @@ from literate_engine.config import ModelConfig
 from literate_engine.core import fixture, rel_err
 from literate_engine.gguf import GGUFFile
 from literate_engine.model import Model, prompt_logits
-from literate_engine.program_gpu import Bucket, bucket, fuse_store
+from literate_engine.program_gpu import Bucket, bucket, fuse_attention, fuse_store
 from literate_engine.recorder import Instruction, Value
 from literate_engine.quants import QUANT_TYPES
 from literate_engine.sampling import Sampler
@@ -190,13 +190,23 @@ def test_a_store_is_joined_with_the_rotation_before_it():
     "Where the turned keys have no other reader. With one, and with keys that nobody turns, the launches stay apart"
     for name, joined, apart in (("qwen3", 3, 0), ("gemma4", 6, 0), ("gemma4ple", 3, 0), ("starcoder2", 3, 0)):
         ops = [i.op for i in load(name).program.code]
-        assert (ops.count("rope_store"), ops.count("kv_store"), ops.count("rope_qk")) == (joined, apart, apart), name
+        assert (ops.count("rope_attention"), ops.count("rope_store"), ops.count("kv_store"), ops.count("rope_qk")) == (joined, 0, apart, apart), name
     q, k, v, q_out, k_out, other = (Value(8, "tokens", "rows") for _ in range(6))
     turn = Instruction("rope_qk", "tokens", [q_out, k_out, q, k, None, 8, None, None, 0.], [(q, "rows", False), (k, "rows", False), (q_out, "rows", True), (k_out, "rows", True)], q_out)
     store = Instruction("kv_store", "tokens", ["cache", k_out, v], [(k_out, "all", False), (v, "all", False), ("cache", "items", True)])
     reader = lambda x: Instruction("add", "tokens", [other, x, x, 8, 1.], [(x, "rows", False), (other, "rows", True)], other)
     assert [i.op for i in fuse_store([turn, store, reader(q_out)])] == ["rope_store", "add"]
     for code, keep in (([turn, store, reader(k_out)], ()), ([turn, reader(q_out), store], ()), ([turn, store], (k_out,)), ([store], ())): assert fuse_store(code, keep) == code
+
+
+def test_attention_is_joined_with_the_store_before_it():
+    "Where it reads what was just turned, and nobody else does; one launch in a step of single tokens, two otherwise"
+    q, k, v, turned, result, other = (Value(8, "tokens", "rows") for _ in range(6))
+    store = Instruction("rope_store", "tokens", [turned, q, k, v, None, 8, None, None, 0., "cache", None, 0.], [(q, "rows", False), (k, "rows", False), (v, "rows", False), (turned, "rows", True), ("cache", "items", True)], turned)
+    attend = lambda x, kv: Instruction("attention", "tokens", [result, x, kv, "layer", None], [(x, "all", False), (kv, "all", False), (result, "items", True)], result)
+    reader = Instruction("add", "tokens", [other, turned, turned, 8, 1.], [(turned, "rows", False), (other, "rows", True)], other)
+    assert [i.op for i in fuse_attention([store, attend(turned, "cache")])] == ["rope_attention"]
+    for code, keep in (([store, attend(turned, "cache"), reader], ()), ([store, attend(turned, "cache")], (turned,)), ([store, attend(q, "cache")], ()), ([store, attend(turned, "another")], ())): assert fuse_attention(code, keep) == code
 
 
 def test_buckets():
