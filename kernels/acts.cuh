@@ -33,8 +33,8 @@ constexpr int ONES = 0x01010101;                  // four codes times these: the
 // A warp stores unit `unit` of a row
 template <bool SUPER> __device__ __forceinline__ void store_acts(const float (*v)[4], const Planes& to, int unit, int row, int groups, int rows) {
   constexpr int H = SUPER ? 2 : 1;
-  int lane = threadIdx.x & 31, r = row % rows, b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
-  size_t before = (size_t)(row / rows) * rows * groups;             // groups of rows of the parts before
+  int lane = threadIdx.x & 31, r = row & (rows - 1), b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
+  size_t before = (size_t)(row - r) * groups;     // groups of rows of the parts before
   u32 codes[H];
   float s = quantise<SUPER>(v, codes);
 #pragma unroll
