@@ -12,25 +12,36 @@ struct Planes { u32* q; float *d, *s; u32* m; };
 __device__ __forceinline__ u32 code_at(int g, int row, int pair, int t, int rows) {         // in 16 bytes
   return rows == 1 ? (g * 2 + pair) * 4 + t : ((g * (rows >> 3) + (row >> 3)) * 2 + pair) * 32 + (row & 7) * 4 + t;
 }
-// A warp stores unit `unit` of a row: 128 values, 4 of each lane, or SUPER twice that
-template <bool SUPER> __device__ __forceinline__ void store_acts(const float (*v)[4], const Planes& to, int unit, int row, int groups, int rows) {
+// A warp has a unit of a row: 128 values, 4 of each lane, or SUPER twice that. Their codes, those of a lane side by side, and the scale of the lane's block
+template <bool SUPER> __device__ __forceinline__ float quantise(const float (*v)[4], u32 (&codes)[SUPER ? 2 : 1]) {
   constexpr int H = SUPER ? 2 : 1;
-  int lane = threadIdx.x & 31, r = row % rows, b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
-  size_t before = (size_t)(row / rows) * rows * groups;             // groups of rows of the parts before
   float top = 0;
 #pragma unroll
-  for (int i = 0; i < H; i++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) top = fmaxf(top, fabsf(v[i][j]));
+  for (int i = 0; i < H; i++) top = fmaxf(top, fmaxf(fmaxf(fabsf(v[i][0]), fabsf(v[i][1])), fmaxf(fabsf(v[i][2]), fabsf(v[i][3]))));
   top = warp_max<SUPER ? 32 : 8>(top);
-  float inverse = top > 1e-30f ? __fdiv_rn(127.f, top) : 0.f, s = __fdiv_rn(top, 127.f);
+  float inverse = top > 1e-30f ? divide(127.f, top) : 0.f;
 #pragma unroll
   for (int i = 0; i < H; i++) {
-    int c[4], sum = 0, g = unit * H + i; u32 packed = 0;
+    u32 c[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) { c[j] = __float2int_rn(__fmul_rn(v[i][j], inverse)); sum += c[j]; packed |= (c[j] & 255) << (8 * j); }
-    to.q[before * 32 + code_at(g, r, b >> 1, t, rows) * 4 + (b & 1) * 2 + half] = packed;
-    float total = warp_sum<8>((float)sum);
+    for (int j = 0; j < 4; j++) c[j] = to_magic(__fmul_rn(v[i][j], inverse));
+    codes[i] = __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
+  }
+  return quotient(top, 127.f, 1 / 127.f);
+}
+constexpr int ONES = 0x01010101;                  // four codes times these: their sum
+// A warp stores unit `unit` of a row
+template <bool SUPER> __device__ __forceinline__ void store_acts(const float (*v)[4], const Planes& to, int unit, int row, int groups, int rows) {
+  constexpr int H = SUPER ? 2 : 1;
+  int lane = threadIdx.x & 31, r = row & (rows - 1), b = lane >> 3, t = lane & 3, half = (lane >> 2) & 1;
+  size_t before = (size_t)(row - r) * groups;     // groups of rows of the parts before
+  u32 codes[H];
+  float s = quantise<SUPER>(v, codes);
+#pragma unroll
+  for (int i = 0; i < H; i++) {
+    int g = unit * H + i;
+    to.q[before * 32 + code_at(g, r, b >> 1, t, rows) * 4 + (b & 1) * 2 + half] = codes[i];
+    float total = (float)warp_sum<8>(__dp4a((int)codes[i], ONES, 0));
     size_t e = (before + (size_t)g * rows + r) * 4;
     if ((lane & 7) == 0) to.s[e + b] = SUPER ? total : s * total;
     if (SUPER && to.m) {
@@ -57,7 +68,7 @@ __device__ __forceinline__ void store_quantized(const float (*v)[4], const Plane
 }
 
 __device__ __forceinline__ float act_of(float g, int act) {         // the index in ops.ACTS
-  if (act == 2) { float r = fmaxf(g, 0.f); return r * r; }
-  float z = act == 1 ? g * fmaf(g * g, 0.0713548163f, 1.5957691216f) : g;
-  return (act == 3 ? 1.f : g) / (1.f + expf(-z));
+  float r = fmaxf(g, 0.f), z = act == 1 ? g * fmaf(g * g, 0.0713548163f, 1.5957691216f) : g;
+  float v = (act == 3 ? 1.f : g) * rcp_approx(1.f + exp2_approx(z * -1.4426950409f));
+  return act == 2 ? r * r : v;
 }

@@ -9,7 +9,7 @@ __device__ __forceinline__ float4 loadf4(const void* p) {
 }
 __device__ __forceinline__ float2 half2_float2(u32 h) { return make_float2(half_float(h & 0xffff), half_float(h >> 16)); }
 
-template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
+template <int WIDTH = 32, class T> __device__ __forceinline__ T warp_sum(T v) {
 #pragma unroll
   for (int o = WIDTH / 2; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
   return v;
@@ -19,6 +19,14 @@ template <int WIDTH = 32> __device__ __forceinline__ float warp_max(float v) {
   for (int o = WIDTH / 2; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
   return v;
 }
+
+// a / b as `/` rounds it, without the branch for results and divisors at the ends of the range of floats; inverse is 1 / b, rounded
+__device__ __forceinline__ float quotient(float a, float b, float inverse) { float q = __fmul_rn(a, inverse); return fmaf(fmaf(-b, q, a), inverse, q); }
+__device__ __forceinline__ float divide(float a, float b) { float r = rcp_approx(b); return quotient(a, b, fmaf(r, fmaf(-b, r, 1.f), r)); }
+// An integer under 2^22 added to this bit pattern is a float, 1.5 * 2^23 too large, and a float under 2^22 added to that float has its nearest integer in the low bits (halves to even): cheaper than a conversion
+constexpr int MAGIC = 0x4b400000;
+__device__ __forceinline__ float from_magic(int v) { return __int_as_float(v) - 12582912.f; }
+__device__ __forceinline__ u32 to_magic(float f) { return __float_as_uint(__fadd_rn(f, 12582912.f)); }
 
 // What becomes of a value of a product before it is stored at y[at], in column `column`: the bias is added, then scale times that to x[at]. x and y may be the same memory
 struct Sum {

@@ -24,10 +24,16 @@ __global__ void quantize_act(const float* x, u32* xq, float* xd, float* xs, u32*
 
 // ---------------------------------------------------------------- one warp, one row
 // What a lane needs of one row of activations for one group: codes, scales, and the sum of block t
-template <class F> struct Col {
-  uint4 c[2]; float4 d; float sum;
+struct Codes {
+  uint4 c[2]; float4 d;
   __device__ int lo(int b) const { return word(c[b >> 1], (b & 1) * 2); }
   __device__ int hi(int b) const { return word(c[b >> 1], (b & 1) * 2 + 1); }
+};
+template <class F> struct Col : Codes {
+  float sum;
+  __device__ __forceinline__ float below(const F& f, int odd, int t) const {           // what the minimums add, this lane's share
+    if constexpr (F::SUPER) return -f.dmin() * ((float)ubyte(f.mins(odd), t) * sum); else return f.min(t) * sum;
+  }
 };
 template <class F> __device__ __forceinline__ Col<F> load_col(const uint4* xq, const float* xd, const float* xs, int g, int row, int rows, int t, bool on) {
   Col<F> c; u32 i = code_at(g, row, 0, t, rows), e = g * rows + row;
@@ -38,7 +44,7 @@ template <class F> __device__ __forceinline__ Col<F> load_col(const uint4* xq, c
   return c;
 }
 // What this lane's weights of one group add to the sum (UNIT times)
-template <class F> __device__ __forceinline__ float dot_group(const F& f, const Col<F>& x, int odd, int t) {
+template <class F, class X> __device__ __forceinline__ float dot_group(const F& f, const X& x, int odd, int t) {
   float sum = 0;
   if constexpr (F::SUPER) {
     int total = 0; u32 sc = 0;
@@ -50,15 +56,15 @@ template <class F> __device__ __forceinline__ float dot_group(const F& f, const 
       else total += f.scale_lo(b) * __dp4a(lo, x.lo(b), 0) + f.scale_hi(b) * __dp4a(hi, x.hi(b), 0);
     }
     sum = f.d() * (float)total;
-    if constexpr (F::MIN) sum -= f.dmin() * ((float)ubyte(f.mins(odd), t) * x.sum);
+    if constexpr (F::MIN) sum += x.below(f, odd, t);
     return sum * x.d.x;
   } else {
 #pragma unroll
     for (int b = 0; b < 4; b++) {
       int lo, hi; f.codes(b, lo, hi);
-      sum += f.scale(b) * word(x.d, b) * (float)__dp4a(lo, x.lo(b), __dp4a(hi, x.hi(b), 0));
+      sum += f.scale(b) * word(x.d, b) * from_magic(__dp4a(lo, x.lo(b), __dp4a(hi, x.hi(b), MAGIC)));
     }
-    if constexpr (F::MIN) sum += f.min(t) * x.sum;
+    if constexpr (F::MIN) sum += x.below(f, odd, t);
     return sum;
   }
 }
@@ -128,83 +134,134 @@ __global__ __launch_bounds__(256, B) void gemv(const void* q, const void* h, con
 }
 
 // ---------------------------------------------------------------- one row, prepared by every block
-// 256 columns of a warp, two quads of a lane; k is a multiple of 32
-__device__ __forceinline__ void load_unit(float (&v)[2][4], const float* p, int unit, int k) {
+// What a lane needs of the row for one group, from shared memory: codes [groups][pair of blocks][t] of 16 bytes, scales [groups][4 blocks] or [groups / 2]. The sums are those of the lane's own codes
+template <class F> struct OwnCol : Codes {
+  int s[4];
+  __device__ __forceinline__ OwnCol(u32 codes, u32 scales, int g, int t) {
+    u32 q = codes + g * 128 + t * 16;
+    c[0] = shared16(q); c[1] = shared16(q + 64);
+    if constexpr (F::SUPER) d.x = __uint_as_float(shared4(scales + (g >> 1) * 4));
+    else { uint4 v = shared16(scales + g * 16); d = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)); }
+    if constexpr (F::MIN)
 #pragma unroll
-  for (int h = 0; h < 2; h++) { int c = unit * 256 + h * 128 + (threadIdx.x & 31) * 4; load_quad(v[h], p + c, k - c, true); }
-}
-// x, or the RMS norm of x with weights w, or act(x) * up (act(x) where up is null): quantised, one row. The sums are those of the kernels `norm<2>` and `gated` in ops.cu, in their order.
-// early: the weights of this warp's first unit, which no kernel writes. red has room for 32 floats
-template <bool SUPER>
-__device__ __forceinline__ void prepare_row(const float* x, const float* up, const float* w, const float (&early)[2][4], float eps, int act, const Planes& to, float* red, int k, int groups) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, units = (groups + 1) / 2;
-  float v[2][4], r = 1;
-  if (w) {
-    for (int unit = warp; unit < units; unit += warps) {
-      float sum = 0;
-      load_unit(v, x, unit, k);
-#pragma unroll
-      for (int e = 0; e < 8; e++) sum = fmaf(v[e >> 2][e & 3], v[e >> 2][e & 3], sum);
-      sum = warp_sum(sum);
-      if (lane == 0) red[unit] = sum;
-    }
-    __syncthreads();
-    r = 1.f / sqrtf(warp_sum(lane < units ? red[lane] : 0.f) / (float)k + eps);
+      for (int b = 0; b < 4; b++) s[b] = __dp4a(lo(b), ONES, __dp4a(hi(b), ONES, F::SUPER ? 0 : MAGIC));
   }
-  for (int unit = warp; unit < units; unit += warps) {
-    float f[2][4];
-    if (!w || units > warps) load_unit(v, x, unit, k);
-    if (w && unit > warp) load_unit(f, w, unit, k);
-    if (up) load_unit(f, up, unit, k);
+  __device__ __forceinline__ float below(const F& f, int odd, int) const {
+    float sum = 0; int total = 0;
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
-      float &a = v[e >> 2][e & 3], b = f[e >> 2][e & 3];
-      if (w) a = fmaf(__fmul_rn(a, r), unit > warp ? b : early[e >> 2][e & 3], 0.f);
-      else if (act >= 0) a = unit * 256 + (e >> 2) * 128 + lane * 4 + (e & 3) < k ? act_of(a, act) * (up ? b : 1.f) : 0.f;
-    }
-    if constexpr (SUPER) store_quantized(v, {}, to, unit, 0, k, 1); else store_quantized(v, to, {}, unit, 0, k, 1);
+    for (int b = 0; b < 4; b++)
+      if constexpr (F::SUPER) total += ubyte(f.mins(odd), b) * s[b]; else sum += f.min(b) * (word(d, b) * from_magic(s[b]));
+    if constexpr (F::SUPER) return -f.dmin() * (float)total; else return sum;
   }
-  __syncthreads();
+};
+// The row is x, or the RMS norm of x with weights w, or act(x) * w (act(x) where w is null)
+enum { ROW_X, ROW_NORM, ROW_ACT };
+// The columns of a lane in V units of its warp (128 columns, or SUPER 256), the first of them `unit`, the others `step` units apart
+template <bool SUPER, int V, int KIND> struct Own {
+  static constexpr int H = SUPER ? 2 : 1, N = V * H;
+  const float *x[N], *w[N]; bool on[N], gated;
+  float f[N][4];
+  // Before the wait: the weights of a norm, which no kernel writes, and the addresses of the rest
+  __device__ __forceinline__ Own(const float* row, const float* with, int unit, int step, int k) : gated(with) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      int c = ((unit + i / H * step) * H + i % H) * 128 + (threadIdx.x & 31) * 4;
+      on[i] = c < k; x[i] = row + c; w[i] = with + c;
+      if (KIND == ROW_NORM) load_quad(f[i], w[i], on[i], true);
+      if (on[i]) prefetch(x[i]);
+      if (KIND == ROW_ACT && gated && on[i]) prefetch(w[i]);
+    }
+  }
+  // Codes and scales to shared memory. A norm is taken without its factor, which the product may as well get at its end; the sum of the squares of this lane's columns is returned
+  __device__ __forceinline__ float prepare(int act, u32 codes, u32 scales, int unit, int step, int units) {
+    int lane = threadIdx.x & 31, b = lane >> 3, at = (b >> 1) * 64 + (lane & 3) * 16 + (b & 1) * 8 + (lane & 4);
+    float v[N][4], squares = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) load_quad(v[i], x[i], on[i], true);
+    if (KIND == ROW_ACT && gated)
+#pragma unroll
+      for (int i = 0; i < N; i++) load_quad(f[i], w[i], on[i], true);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (KIND == ROW_NORM) { squares = fmaf(v[i][e], v[i][e], squares); v[i][e] *= f[i][e]; }
+        if (KIND == ROW_ACT) v[i][e] = act_of(v[i][e], act) * (gated ? f[i][e] : (float)on[i]);
+      }
+    if (KIND == ROW_NORM) squares = warp_sum(squares);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      int own = unit + i * step;
+      u32 packed[H];
+      float s = quantise<SUPER>(v + i * H, packed);
+      if (i == 0 || own < units) {
+#pragma unroll
+        for (int h = 0; h < H; h++) store_shared4(codes + (own * H + h) * 128 + at, packed[h]);
+        if (SUPER ? lane == 0 : (lane & 7) == 0) store_shared4(scales + (SUPER ? own * 4 : own * 16 + b * 4), __float_as_uint(s));
+      }
+    }
+    return squares;
+  }
+};
+// The sums of R rows over the warp; lane r * (32 / R) has that of row r
+template <int R> __device__ __forceinline__ float fold_rows(float (&v)[R]) {
+  int lane = threadIdx.x & 31, o = 16;
+#pragma unroll
+  for (int n = R / 2; n; n >>= 1, o >>= 1)
+#pragma unroll
+    for (int r = 0; r < n; r++) { float keep = lane & o ? v[r + n] : v[r], give = lane & o ? v[r] : v[r + n]; v[r] = keep + __shfl_xor_sync(~0u, give, o); }
+  return warp_sum<32 / R>(v[0]);
 }
-template <class F> __device__ __forceinline__ Col<F> own_col(const Planes& row, int g, int t, bool on) {
-  Col<F> c; u32 q = shared_address(row.q) + code_at(g, 0, 0, t, 1) * 16;
-  c.c[0] = shared16(q); c.c[1] = shared16(q + 64);
-  if constexpr (F::SUPER) c.d.x = __uint_as_float(shared4(shared_address(row.d + (g >> 1))));
-  else { uint4 d = shared16(shared_address(row.d + g * 4)); c.d = make_float4(__uint_as_float(d.x), __uint_as_float(d.y), __uint_as_float(d.z), __uint_as_float(d.w)); }
-  if constexpr (F::MIN) c.sum = __uint_as_float(shared4(shared_address(row.s + g * 4 + t)));
-  if (!on) { c.d = make_float4(0, 0, 0, 0); c.sum = 0; }
-  return c;
-}
-// y [n] = W x for one row that every block prepares for itself (prepare_row), while its weights are on their way: those of all groups, if `split` warps of 8 groups each have a row
-template <class F, int R>
-__global__ __launch_bounds__(256, 2) void gemv_own(const void* q, const void* h, const void* s, const void* d, const float* x, const float* up, const float* norm, float eps, int act,
+// y [n] = W x for one row that every block prepares for itself, while its weights are on their way. A lane has U groups of each of R rows; `split`, a power of two, warps share a row, 8 U split groups
+// at least as many as it has, and the warps have V units each, at least as many as the row has. What happens after the wait is what the next kernel waits for: all else comes before it
+template <class F, int R, int U, int V, int KIND>
+__global__ __launch_bounds__(512, 1) void gemv_own(const void* q, const void* h, const void* s, const void* d, const float* x, const float* w, float eps, int act,
                                                    float* y, const float* bias, const float* add, float scale, int n, int k, int groups, int split) {
-  extern __shared__ __align__(16) float red[];    // the row: codes, scales, sums; then a float of each warp and row of W, and 32 for the norm
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, part = warp % split, t = lane & 3, row = (blockIdx.x * (warps / split) + warp / split) * R, g = part * 8 + (lane >> 2);
-  Planes own{(u32*)red, red + groups * 32, red + groups * 36, nullptr};
-  float *sums = red + groups * 40, acc[1][R] = {}, early[2][4];
-  Matrix w = matrix<F>(q, h, s, d, t);
-  u32 first = min(row, (n + 31) / 32 * 32 - R) * groups;
-  Sum sum{bias, add, scale};
-  F f[R];
+  extern __shared__ __align__(16) float red[];    // the row: codes, scales; then a float of each warp and row of W, and one of each warp for the norm
   pdl_trigger();
+  // Both are the same in all lanes: that the compiler does not know, or would compute again
+  int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0); u32 codes = __shfl_sync(~0u, shared_address(red), 0);
+  int warps = blockDim.x >> 5, shift = 31 - __clz(split), part = warp & (split - 1), t = lane & 3, g = part * 8 + (lane >> 2), units = F::SUPER ? groups / 2 : groups;
+  int row = (blockIdx.x * (warps >> shift) + (warp >> shift)) * R, own = row + lane / (32 / R);
+  u32 scales = codes + groups * 128, sums = scales + groups * 16, squares = sums + warps * R * 4, first = min(row, (n + 31) / 32 * 32 - R) * groups;
+  Matrix m = matrix<F>(q, h, s, d, t);
+  F f[U][R];
 #pragma unroll
-  for (int r = 0; r < R; r++) f[r] = load<F>(w, first + r * groups + (g < groups ? g : 0));
-  if (norm && warp < (groups + 1) / 2) load_unit(early, norm, warp, k);
+  for (int u = 0; u < U; u++)
+#pragma unroll
+    for (int r = 0; r < R; r++) f[u][r] = load<F>(m, first + r * groups + (g + u * 8 * split < groups ? g + u * 8 * split : 0));
+  Own<F::SUPER, V, KIND> mine(x, w, warp, warps, k);
+  bool on = !part && lane % (32 / R) == 0 && own < n, adds = on && add;
+  Sum sum{bias, add, scale};
+  float b = on && bias ? loadf(bias + own) : 0.f, a = 0, factor = F::UNIT, acc[R] = {}, inverse = rcp_approx((float)k);
+  if (adds) prefetch(add + own);
   pdl_wait();
-  Place place = place_of<1, R>(sum, n, 1, row, 0, part);
-  prepare_row<F::SUPER>(x, up, norm, early, eps, act, own, sums + warps * R, k, groups);
-  for (;;) {
-    int on = g < groups;
-    Col<F> c = own_col<F>(own, on ? g : 0, t, on);
+  float total = 0;
+  if (adds) a = loadf(add + own);
+  if (warp < units) total = mine.prepare(act, codes, scales, warp, warps, units);
+  if (KIND == ROW_NORM && lane == 0) store_shared4(squares + warp * 4, __float_as_uint(total));
+  __syncthreads();
+  if (KIND == ROW_NORM) factor *= rsqrt_approx(fmaf(warp_sum<16>((lane & 15) < warps ? __uint_as_float(shared4(squares + (lane & 15) * 4)) : 0.f), inverse, eps));
 #pragma unroll
-    for (int r = 0; r < R; r++) acc[0][r] += dot_group<F>(f[r], c, on ? g & 1 : 0, t);
-    g += 8 * split;
-    if (g - (lane >> 2) >= groups) break;
+  for (int u = 0; u < U; u++) {
+    int i = g + u * 8 * split;
+    OwnCol<F> c(codes, scales, i < groups ? i : 0, t);
 #pragma unroll
-    for (int r = 0; r < R; r++) f[r] = load<F>(w, first + r * groups + (g < groups ? g : 0));
+    for (int r = 0; r < R; r++) { float v = dot_group(f[u][r], c, i & 1, t); acc[r] += i < groups ? v : 0.f; }
   }
-  finish_rows<1, R>(acc, sums, y, sum, place, part, split, F::UNIT);
+  float v = fold_rows<R>(acc);
+  if (split > 1) {
+    if (lane % (32 / R) == 0) store_shared4(sums + (warp * R + lane / (32 / R)) * 4, __float_as_uint(v));
+    __syncthreads();
+    if (!on) return;
+    v = 0;
+#pragma unroll 1
+    for (int p = 0; p < split; p += 2) {
+      u32 from = sums + ((warp + p) * R + lane / (32 / R)) * 4;
+      v += __uint_as_float(shared4(from)) + __uint_as_float(shared4(from + R * 4));
+    }
+  }
+  if (on) y[own] = sum(factor * v, b, a);
 }
 
 // ---------------------------------------------------------------- float32 activations
@@ -285,9 +342,6 @@ __global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float*
 __device__ __forceinline__ u32 min_pair(u32 mins, int t) {
   return half2_add(__byte_perm(t & 1 ? mins >> 16 : mins, 0x64646464, 0x4140), 0xe400e400u);
 }
-// An integer under 2^22 added to this bit pattern is a float, 1.5 * 2^23 too large: cheaper than a conversion
-constexpr int MAGIC = 0x4b400000;
-__device__ __forceinline__ float from_magic(int v) { return __int_as_float(v) - 12582912.f; }
 
 // What a lane needs of 8 NT rows of activations for one group: codes of row 8n + g; scales and sums of rows 8n + 2t and 8n + 2t + 1
 template <class F, int NT> struct Cols {

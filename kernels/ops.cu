@@ -52,12 +52,11 @@ template <class T> __global__ void embed_rows(float* y, const char* w, const u32
 }
 
 // ---------------------------------------------------------------- norms
-// The sum over a block, the same in every thread; red has room for a float of each warp
+// The sum over a block, the same in every thread; red has room for a float of each warp and was not used before: then one barrier is enough
 __device__ __forceinline__ float block_sum(float v, float* red) {
   int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   v = warp_sum(v);
   if (warps == 1) return v;
-  __syncthreads();                                // red is still read from the sum before
   if (lane == 0) red[threadIdx.x >> 5] = v;
   __syncthreads();
   return warp_sum(lane < warps ? red[lane] : 0.f);
@@ -68,7 +67,7 @@ template <int V> __device__ __forceinline__ void load_row(float (&v)[V][4], cons
 #pragma unroll
   for (int j = 0; j < V; j++) load_quad(v[j], p + column_of(j), width - column_of(j), whole);
 }
-// v, a row in registers with zeros behind its end -> the norm of it; w is in registers where there is room for it (V <= 4)
+// v, a row in registers with zeros behind its end -> the norm of it; w is in registers where there is room for it. red: two sums
 template <int V>
 __device__ __forceinline__ void normalise(float (&v)[V][4], const float (*early)[4], const float* w, const float* bias, float* red, float eps, int width, bool layer, bool whole) {
   if (layer) {
@@ -86,7 +85,7 @@ __device__ __forceinline__ void normalise(float (&v)[V][4], const float (*early)
   for (int j = 0; j < V; j++)
 #pragma unroll
     for (int e = 0; e < 4; e++) sum = fmaf(v[j][e], v[j][e], sum);
-  float r = 1.f / sqrtf(block_sum(sum, red) / (float)width + eps);
+  float r = rsqrt_approx(fmaf(block_sum(sum, red + 32), rcp_approx((float)width), eps));
 #pragma unroll
   for (int j = 0; j < V; j++) {
     float f[4], b[4] = {};
@@ -97,42 +96,49 @@ __device__ __forceinline__ void normalise(float (&v)[V][4], const float (*early)
   }
 }
 // A block has a row, V quads a thread: x += scale * y (or scale * norm of y with weights `post`) where there is a y, then the norm of x, as float32, quantised, or both.
-// ids: the row of x for each output row. Rows m and beyond are zeros of the last part of quantised rows
-template <int V>
+// ids: the row of x for each output row. Rows m and beyond are zeros of the last part of quantised rows. PLAIN: an RMS norm of whole quads without `post` and biases, and nothing else in the code
+template <int V, bool PLAIN>
 __global__ __launch_bounds__(V > 4 ? 768 : 1024) void norm(float* out, float* x, const float* y, const u32* ids, const float* w, const float* bias, const float* post, const float* post_bias,
                                              u32* q0, float* d0, float* s0, u32* q1, float* d1, float* s1, u32* m1,
                                              float eps, float scale, int m, int width, int px, int py, int part, int layer, int whole) {
-  __shared__ float red[32];
-  constexpr bool EARLY = V <= 4;
+  __shared__ float red[4][32];
+  constexpr bool EARLY = V <= (PLAIN ? 4 : 2);
+  constexpr int AT_ONCE = EARLY && PLAIN ? V : 2;
+  if (PLAIN) { bias = post = post_bias = nullptr; layer = 0; whole = 1; }
   int row = blockIdx.x;
   float f[EARLY ? V : 1][4], v[V][4] = {};
   pdl_trigger();
+  int warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
   if constexpr (EARLY) load_row<V>(f, w, width, whole);             // weights change for no kernel: they may be read before the wait
+  const float* add = y + (size_t)row * py;
+  if (PLAIN && row < m)
+#pragma unroll
+    for (int j = 0; j < V; j++) if (column_of(j) < width) { if (!ids) prefetch(x + (size_t)row * px + column_of(j)); if (y) prefetch(add + column_of(j)); }
   pdl_wait();
   if (row < m) {
     float* from = x + (size_t)(ids ? load4(ids + row) : row) * px;
-    load_row<V>(v, y ? y + (size_t)row * py : from, width, whole);
-    if (post) normalise<V>(v, nullptr, post, post_bias, red, eps, width, layer, whole);
+    load_row<V>(v, y ? add : from, width, whole);
+    if (post) normalise<V>(v, nullptr, post, post_bias, red[0], eps, width, layer, whole);
     if (y)
 #pragma unroll
-      for (int j = 0; j < V; j += 2) {            // both loads first: what is stored waits for what was loaded
-        float a[2][4];
+      for (int j = 0; j < V; j += AT_ONCE) {      // all loads first: what is stored waits for what was loaded
+        float a[AT_ONCE][4];
 #pragma unroll
-        for (int h = 0; h < 2; h++) load_quad(a[h], from + column_of(j + h), width - column_of(j + h), whole);
+        for (int h = 0; h < AT_ONCE; h++) load_quad(a[h], from + column_of(j + h), width - column_of(j + h), whole);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < AT_ONCE; h++) {
 #pragma unroll
           for (int e = 0; e < 4; e++) v[j + h][e] = fmaf(v[j + h][e], scale, a[h][e]);
           store_quad(from + column_of(j + h), v[j + h], width - column_of(j + h), whole);
         }
       }
-    normalise<V>(v, EARLY ? f : nullptr, w, bias, red, eps, width, layer, whole);
+    normalise<V>(v, EARLY ? f : nullptr, w, bias, red[2], eps, width, layer, whole);
     if (out)
 #pragma unroll
       for (int j = 0; j < V; j++) store_quad(out + (size_t)row * width + column_of(j), v[j], width - column_of(j), whole);
   }
 #pragma unroll
-  for (int i = 0; i < V / 2; i++) store_quantized(v + 2 * i, {q0, d0, s0, nullptr}, {q1, d1, s1, m1}, i * (blockDim.x >> 5) + (threadIdx.x >> 5), row, width, part);
+  for (int i = 0; i < V / 2; i++) store_quantized(v + 2 * i, {q0, d0, s0, nullptr}, {q1, d1, s1, m1}, i * (blockDim.x >> 5) + warp, row, width, part);
 }
 
 // ---------------------------------------------------------------- heads

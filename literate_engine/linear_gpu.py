@@ -174,19 +174,20 @@ def part_rows(m: int) -> int:
     "Rows that one launch multiplies: what the tensor cores take 8, 16 or 32 at a time, or one."
     return 1 if m == 1 else 8 if m <= 8 else 16 if m <= 16 else 32
 
-# %% ../nbs/14_linear_gpu.ipynb #202930c2
+# %% ../nbs/14_linear_gpu.ipynb #d82cc8fc
 def _names(arch: int) -> list[str]:
     "Every instance of linear.cu that `plans` may choose on this architecture."
     out = ["quantize_act<false>", "quantize_act<true>", "gemv_v0", *(f"linear_16<{t}, {c}, {r}, {u}>" for t in HALVES for c, r, u in WHOLE)]
     for f in GPU_FORMATS:
         out += [f"gemv<{f}, {c}, {r}, {u}, {b}>" for c, r, u, b in GEMV] + [f"linear_f32<{f}, {c}>" for c in (1, 4)]
-        out += [f"gemv_own<{f}, {r}>" for r in OWN]
+        out += [f"gemv_own<{f}, {r}, {u}, {v}, {kind}>" for r, u, v in OWN for kind in range(3)]
         if arch >= 80: out += [f"gemm_mma<{f}, {nt}, {mt}>" for nt, mt in MMA]
     return out
 
 GEMV = ((1, 4, 1, 4), (1, 4, 1, 3), (1, 2, 2, 2), (1, 1, 4, 1), (4, 1, 1, 1))     # columns, rows of a warp, groups in flight, blocks of 256 on a multiprocessor
 WHOLE = ((1, 1, 4), (4, 2, 1), (4, 4, 1), (8, 2, 1), (8, 4, 1))              # columns, rows of a warp, loads in flight, for 16-bit weights
-OWN = (1, 2, 4)                                                            # rows of a warp, where every block prepares the row of x itself
+OWN = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))
+                                                                           # rows of a warp, groups of a lane, units of the row that a warp prepares, where every block prepares the row of x itself
 MMA = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))                     # tiles of 8 columns, of 16 rows
 LINEAR = CudaModule("linear.cu", _names)
 
@@ -277,7 +278,7 @@ def _float_plans(w: GpuMatrix, m: int) -> list[Plan]:
     return [Plan(f"linear_16<{w.type}, {c}, {r}, {u}>", (-(-w.n//(warps//split*r)), -(-m//c)), 32*warps, 4*warps*c*r if split > 1 else 0, split)
             for c, r, u in WHOLE if c == cols for warps, split in ((4, 4), (4, 2), (4, 1), (8, 1), (8, 8)) if split == 1 or 32*split <= units]
 
-# %% ../nbs/14_linear_gpu.ipynb #cf17f25b
+# %% ../nbs/14_linear_gpu.ipynb #da1dc792
 OWN_BYTES = 2 << 20
 
 @dataclass(frozen=True)
@@ -292,13 +293,14 @@ class OwnRow:
 def own_plans(w: GpuMatrix, d: Device) -> list[Plan]:
     "The launches for a row that each block prepares, best guess first: few blocks, yet some for every multiprocessor. None where the row is too long for that."
     if w.type not in GPU_FORMATS or w.k > 8192: return []
-    out, split = [], 1 << (-(-w.groups//8) - 1).bit_length()              # warps of a row: 8 groups each, or more where 8 warps do not suffice
-    for warps in (8, 4):
-        part = min(split, warps)
-        for r in OWN:
-            blocks = -(-w.n//(warps//part*r))
-            if blocks*w.k*4 <= OWN_BYTES: out.append((Plan(f"gemv_own<{w.type}, {r}>", (blocks,), 32*warps, 4*(40*w.groups + warps*r + 32), part), blocks))
-    return [p for p, blocks in sorted(out, key=lambda pb: (pb[1] > 2*d.num_sms, abs(np.log(pb[1]/d.num_sms)), -pb[0].block))]
+    out, units = [], -(-w.k//ACTS[ACT_OF[w.type]]//(1 if ACT_OF[w.type] == "Q8_K" else 4))       # a warp prepares 256 columns together, or 128
+    for warps in sorted({4, 8, 16, *(n for n in (units, -(-units//2)) if 4 < n <= 16)}):
+        for r, u, v in OWN:
+            split = 1 << (-(-w.groups//(8*u)) - 1).bit_length()
+            fits = split <= warps and warps % split == 0 and v == 1 << (-(-units//warps) - 1).bit_length() and (u == 1 or w.groups > 4*u*split)
+            blocks = -(-w.n//(warps//split*r)) if fits else 0
+            if fits and blocks*w.k*4 <= OWN_BYTES: out.append((Plan(f"gemv_own<{w.type}, {r}, {u}, {v}>", (blocks,), 32*warps, 4*(36*w.groups + warps*r + warps), split), blocks))
+    return [p for p, blocks in sorted(out, key=lambda pb: (pb[1] > 2*d.num_sms, abs(np.log(pb[1]/d.num_sms)), pb[0].split, -pb[0].block))]
 
 def _prepare_own(a: OwnRow, w: GpuMatrix, y, plan: Plan | None, extra: list) -> Launch:
     if w.type not in GPU_FORMATS: raise ValueError(f"{w.type}: only quantised weights are multiplied by a row that the product prepares")
@@ -308,8 +310,9 @@ def _prepare_own(a: OwnRow, w: GpuMatrix, y, plan: Plan | None, extra: list) -> 
     if y.shape != (1, w.n) or y.dtype != np.float32: raise ValueError(f"output: expected float32 [1, {w.n}], got {y.dtype} {list(y.shape)}")
     if not plan and not own_plans(w, device()): raise ValueError(f"{w.type} [{w.n}, {w.k}]: too large for blocks that each prepare the row, which is to be quantised first")
     p = plan or plan_for(w, 1, "own")
-    args = [*w.planes, a.x, a.up, a.norm, float(a.eps), a.act, y, *extra, w.n, w.k, w.groups, p.split]
-    return Launch(LINEAR[p.kernel], p.grid, p.block, args, shared=p.shared, pdl=True)
+    kind = 1 if a.norm is not None else 2 if a.act >= 0 else 0             # the plan leaves open what becomes of x
+    args = [*w.planes, a.x, a.norm if kind == 1 else a.up, float(a.eps), a.act, y, *extra, w.n, w.k, w.groups, p.split]
+    return Launch(LINEAR[f"{p.kernel[:-1]}, {kind}>"], p.grid, p.block, args, shared=p.shared, pdl=True)
 
 # %% ../nbs/14_linear_gpu.ipynb #430210e7
 PLANS = {}                                                                 # (device, type, n, k, act, padded rows) -> Plan
@@ -374,7 +377,7 @@ def linear_gpu(
     for launch in prepare(a, w, y): launch()
     return y
 
-# %% ../nbs/14_linear_gpu.ipynb #1ccc6644
+# %% ../nbs/14_linear_gpu.ipynb #5519cb4b
 def tune(
     ws: list[GpuMatrix],  # matrices of one shape and type: several, so that they do not stay in the cache
     m: int,               # rows
@@ -390,7 +393,7 @@ def tune(
         launches = [one for v in ws for one in prepare(a, v, y, p)]
         return Graph(lambda: [one() for one in launches])
     choices = plans(w, m, act, d)
-    LINEAR.compile(d.arch, {p.kernel for p in choices})
+    LINEAR.compile(d.arch, {one.kernel.name for p in choices for one in prepare(a, w, y, p)})
     t = {p: float(np.median(v))/len(ws) for p, v in bench_gpu({p: graph(p) for p in choices}, runs=runs).items()}
     best = PLANS[_key(w, m, act, d.name)] = min(t, key=t.get)
     return best, t

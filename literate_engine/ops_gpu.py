@@ -14,11 +14,11 @@ from .linear_gpu import GPU_FORMATS, HALVES, Acts, GpuMatrix, to_gpu
 from .ops import ACTS
 from .quants import dequantize
 
-# %% ../nbs/17_ops_gpu.ipynb #a6da41a5
+# %% ../nbs/17_ops_gpu.ipynb #a7cb5d57
 def _names(arch: int) -> list[str]:
     "Every instance of ops.cu."
     tables = [*(f"embed<{f}>" for f in GPU_FORMATS), *(f"embed_rows<{f}>" for f in (*HALVES, "F32"))]
-    return [*tables, *(f"norm<{v}>" for v, _ in QUADS), "heads", "gated", "add", "scaled_rows", "join_heads"]
+    return [*tables, *(f"norm<{v}, {plain}>" for v, _ in QUADS for plain in ("false", "true")), "heads", "gated", "add", "scaled_rows", "join_heads"]
 
 QUADS = ((2, 32), (4, 32), (8, 24))                                        # quads of a thread, most warps of a block
 OPS = CudaModule("ops.cu", _names)
@@ -65,7 +65,7 @@ def _planes(acts, rows: int, width: int) -> tuple[list, int, int]:
     pointers = [*(a.planes[:3] if a else [None]*3), *(b.planes if b else [None]*4)]
     return pointers, acts[0].rows if acts else 1, len(acts[0].planes[0])*acts[0].rows if acts else rows
 
-# %% ../nbs/17_ops_gpu.ipynb #42ca7af3
+# %% ../nbs/17_ops_gpu.ipynb #4a09edd3
 def _norm(out, x, w, bias, eps, layer, acts, y, scale, post, post_bias, rows) -> list[Launch]:
     (m, width), px = x.shape, _pitch(x, "x")
     if rows is not None: m = len(rows)
@@ -77,9 +77,10 @@ def _norm(out, x, w, bias, eps, layer, acts, y, scale, post, post_bias, rows) ->
     pointers, part, all_rows = _planes(acts, m, width)
     quads = next((v for v, warps in QUADS if width <= warps*v*128), 0)
     if not quads: raise ValueError(f"a norm over {width} columns: at most {QUADS[-1][0]*QUADS[-1][1]*128} fit into a block")
-    args = [_whole_rows(out, "out", m, width), x, y, _numbers(rows, "rows", m), *vectors, *pointers, float(eps), float(scale), m, width, px, py, part, int(layer),
-            _quads(width, out, x, y, *vectors)]
-    return [Launch(OPS[f"norm<{quads}>"], all_rows, 32*-(-width//(128*quads)), args, pdl=True)]
+    whole = _quads(width, out, x, y, *vectors)
+    plain = str(bool(whole) and not layer and bias is None and post is None).lower()
+    args = [_whole_rows(out, "out", m, width), x, y, _numbers(rows, "rows", m), *vectors, *pointers, float(eps), float(scale), m, width, px, py, part, int(layer), whole]
+    return [Launch(OPS[f"norm<{quads}, {plain}>"], all_rows, 32*-(-width//(128*quads)), args, pdl=True)]
 
 def prepare_rms_norm(
     out,                  # float32 [rows, width] or None

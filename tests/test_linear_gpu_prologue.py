@@ -1,4 +1,4 @@
-"""Products that add to a stream, and products whose blocks prepare the row: bit for bit what separate launches give. In the emulator where there is no GPU."""
+"""Products that add to a stream, bit for bit what separate launches give, and products whose blocks prepare the row. In the emulator where there is no GPU."""
 import numpy as np
 import pytest
 from gpu_arrays import empty, gpu
@@ -62,26 +62,26 @@ ROWS += [("Q4_1", 1, 32), ("Q8_0", 130, 96), ("Q5_0", 5, 2176), ("Q4_0", 3, 8192
 
 @pytest.mark.parametrize("t,n,k", ROWS)
 def test_rows_that_blocks_prepare(t, n, k):
-    "x, norm(x), act(x) * up and act(x), for every plan: the bits of separate launches, with sums at the end or without."
-    w, x, up, norm = matrix(n, k, t), gpu(normal(1, k)), gpu(normal(1, k)), gpu(normal(k) + 1)
-    h = {name: empty(1, k) for name in ("norm", "gated", "act")}
+    "x, norm(x), act(x) * up and act(x), for every plan: what separate launches give, but for the order of sums; sums at the end change no bit of that."
+    raw, x, up, norm = quantize(normal(n, k), t), gpu(normal(1, k)), gpu(normal(1, k)), gpu(normal(k) + 1)
+    w, weights, h = to_gpu(raw, t), np.abs(dequantize(raw, t)), {name: empty(1, k) for name in ("norm", "gated", "act")}
     run(prepare_rms_norm(h["norm"], x, norm, 1e-5) + prepare_gated(h["gated"], "silu", x, up) + prepare_activate(h["act"], "relu2", x))
     rows = {"x": (OwnRow(x), x), "norm": (OwnRow(x, norm, 1e-5), h["norm"]), "gated": (OwnRow(x, act=ACTS["silu"], up=up), h["gated"]), "act": (OwnRow(x, act=ACTS["relu2"]), h["act"])}
     choices = own_plans(w, device())
     assert choices
-    if n*k > 20_000: choices = choices[:2]
+    if n*k > 20_000: choices = list({p.kernel: p for p in reversed(choices)}.values())[-3:]
     stream, bias = gpu(normal(1, n)), gpu(normal(n))
     for name, (own, value) in rows.items():
         a, launches = new_acts(value, ACT_OF[t])
-        run(launches)
+        want = empty(1, n)
+        run(launches + prepare(a, w, want, Plan(f"gemv<{t}, 1, 4, 1, 4>", (-(-n//32),), 256, 128, 1)))
         for p in choices if name in ("x", "norm") else choices[:1]:
-            one = Plan(f"gemv<{t}, 1, 4, 1, 4>", (-(-n//(8//p.split*4)),), 256, 128, p.split)
-            want, got = empty(1, n), empty(1, n)
-            run(prepare(a, w, want, one)); run(prepare(own, w, got, p))
-            same_bits(got, want)
-            here = gpu(stream.get())
-            run(prepare(a, w, want, one, (stream, .5), bias)); run(prepare(own, w, here, p, (here, .5), bias))
-            same_bits(here, want)
+            got, here = empty(1, n), gpu(stream.get())
+            run(prepare(own, w, got, p))
+            error = np.abs(got.get() - want.get())/(np.abs(value.get()) @ weights.T)
+            assert np.median(error) < 1e-6 and error.max() < (1e-3 if name == "norm" else 2e-6), (p, error)  # the factor of a norm may move a value to the next code
+            run(prepare(own, w, here, p, (here, .5), bias))
+            assert np.array_equal(here.get(), stream.get() + np.float32(.5)*(got.get() + bias.get()))           # half of a number is exact: one rounding is left
 
 def test_rows_against_the_reference():
     for t, k in (("Q4_1", 576), ("Q6_K", 512)):
