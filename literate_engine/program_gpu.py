@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'PROGRAM', 'ACT_NAMES', 'BUILD', 'GpuVector', 'GpuWeight', 'GpuWeights',
            'GpuRecorder', 'readers', 'fuse_norms', 'fuse_rope', 'fuse_store', 'fuse_attention', 'merge_linears',
-           'fuse_sums', 'own_rows', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep', 'profile_gpu']
+           'fuse_sums', 'own_rows', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep', 'profile_gpu',
+           'work_gpu']
 
-# %% ../nbs/30_program_gpu.ipynb #089d0067
+# %% ../nbs/30_program_gpu.ipynb #d9f6e22f
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import numpy as np
 from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store, prepare_rope_attention, prepare_rope_store, takes_raw, tile_tokens
 from .cuda import CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
 from .gemm_gpu import HalfActs, act_for, half_buffers, prepare_gemm, prepare_half_acts
+from .kvcache import kv_bytes_per_block
 from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
 from .ops import ACTS
 from .ops_gpu import (prepare_activate, prepare_add, prepare_embed, prepare_gated, prepare_join_heads, prepare_layer_norm, prepare_rms_norm,
@@ -229,7 +231,7 @@ class Bucket(NamedTuple):
         tokens = bucket(batch.num_tokens, batch.max_num_tokens)
         return cls(tokens, tokens if decode else bucket(batch.num_seqs, batch.max_num_seqs), outs, decode)
 
-# %% ../nbs/30_program_gpu.ipynb #d788a83f
+# %% ../nbs/30_program_gpu.ipynb #f99323ae
 def pinned(n: int) -> np.ndarray: # int32 [n] of zeros
     "Host memory that the GPU's copy engine can read while the processor goes on"
     a = np.frombuffer(cupy().cuda.alloc_pinned_memory(4*n), np.int32, n)
@@ -248,7 +250,7 @@ class StepArrays:
         for g in range(len(batch.groups)): sizes |= {f"slot_mapping{g}": t, f"block_table{g}": s*batch.max_blocks_per_seq}
         ends = np.cumsum(list(sizes.values()))
         self.batch, self.shape, self.places = batch, shape, {name: slice(end - n, end) for (name, n), end in zip(sizes.items(), ends.tolist())}
-        self.hosts, self.turn = [pinned(int(ends[-1])) for _ in range(2)], 0         # the copy of the last step may still be under way while the next is written
+        self.hosts, self.turn, self.num_out = [pinned(int(ends[-1])) for _ in range(2)], 0, 0         # the copy of the last step may still be under way while the next is written
         self.device = cupy().zeros(int(ends[-1]), np.int32)
         view = lambda name: self.device[self.places[name]]
         shared = {name: view(name) for name in ("token_ids", "sources", "positions", "out_rows", "query_start_loc", "seq_lens")}
@@ -259,6 +261,7 @@ class StepArrays:
         "The batch's numbers, and harmless ones in the rows that only fill the bucket"
         self.turn ^= 1
         b, host, s = self.batch, self.hosts[self.turn], self.shape.seqs
+        self.num_out = b.num_out
         host[:] = 0
         def put(name, values): host[self.places[name].start:self.places[name].start + len(values)] = values
         for name, n in (("token_ids", b.num_tokens), ("positions", b.num_tokens), ("out_rows", b.num_out), ("seq_lens", b.num_seqs)): put(name, getattr(b, name)[:n])
@@ -517,3 +520,27 @@ def profile_gpu(step: GpuStep, runs: int = 9) -> dict[str, float]:
     for at, launch in step.launches: kinds.setdefault("select" if at is None else step.program.code[at].op, []).append(launch)
     graphs = {kind: Graph(lambda launches=launches: [one() for one in launches]) for kind, launches in kinds.items()}
     return {kind: float(np.median(t)) for kind, t in bench_gpu({"step": step.graph, **graphs}, runs=runs).items()}
+
+# %% ../nbs/30_program_gpu.ipynb #ec6eea17
+def work_gpu(step: GpuStep) -> dict[str, tuple[int, int]]: # kind of launch -> bytes, floating-point operations
+    """What no kernel can do without in the step that was sent last: its matrices once, the keys and values that each sequence sees once; the multiplications and additions of its tokens.
+    Rows count as no bytes: the launch before wrote them, and the cache of the GPU still has most of them"""
+    program, arrays, out = step.program, step.arrays, {"select": (0, 0)}
+    starts, lens = (arrays.hosts[arrays.turn][arrays.places[name]].astype(np.int64) for name in ("query_start_loc", "seq_lens"))
+    new, num_tokens = np.diff(starts), int(starts[-1])                    # rows and sequences that only fill the bucket have no tokens
+    seen = np.arange(num_tokens) + np.repeat(lens - new - starts[:-1], new) + 1
+    for at in dict.fromkeys(at for at, _ in step.launches if at is not None):
+        i, nbytes, flops = program.code[at], 0, 0
+        rows = num_tokens if i.rows == "tokens" else arrays.num_out
+        if i.op in PRODUCTS:
+            w = i.operands[2]
+            nbytes, flops = w.matrix.nbytes, 2*w.n*w.k*rows
+        elif i.op == "embed": nbytes = i.operands[1].matrix.nbytes*rows//i.operands[1].n
+        elif i.op in ("attention", "rope_attention"):
+            kv, l = i.operands[2 if i.op == "attention" else 10], i.operands[-2]
+            reach = l.window or program.max_len
+            nbytes = kv_bytes_per_block([kv.spec], kv.cache.kv_type, kv.cache.kv_type_v)//kv.cache.block_size*int(np.minimum(lens, new + reach - 1)[new > 0].sum())
+            flops = 2*l.n_head*(l.head_dim_k + l.head_dim_v)*int(np.minimum(seen, reach).sum())
+        total = out.get(i.op, (0, 0))
+        out[i.op] = total[0] + nbytes, total[1] + flops
+    return out
