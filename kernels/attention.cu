@@ -250,14 +250,12 @@ __device__ __forceinline__ void settle(const Few& w, const Partials& to, const f
 // Which of the blocks that share a sequence's pieces puts them together: the one that begins last, since the others are at work then and will write without anybody's help.
 // Thread 0 draws the number early, and looks at it when it is needed
 struct Order {
-  int *counter, number; bool many;
-  __device__ __forceinline__ void draw(const Few& w, int* counters) {
-    counter = counters + blockIdx.z * gridDim.x + blockIdx.x; many = w.num_splits > 1;
-    if (many && threadIdx.x == 0) number = draw_number(counter);
-  }
-  __device__ __forceinline__ bool last(const Few& w) const {          // for thread 0
-    bool it = many && number == min((int)gridDim.y, w.num_splits) - 1;
-    if (it) *counter = 0;                                             // all have drawn
+  int number;
+  static __device__ __forceinline__ int* counter(int* counters) { return counters + blockIdx.z * gridDim.x + blockIdx.x; }
+  __device__ __forceinline__ void draw(const Few& w, int* counters) { if (w.num_splits > 1 && threadIdx.x == 0) number = draw_number(counter(counters)); }
+  __device__ __forceinline__ bool last(const Few& w, int* counters) const {       // for thread 0
+    bool it = w.num_splits > 1 && number == min((int)gridDim.y, w.num_splits) - 1;
+    if (it) *counter(counters) = 0;                                   // all have drawn
     return it;
   }
 };
@@ -386,6 +384,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
   float4 raw[C][2]; uint4 query[C];                                   // the queries of lane 4g + t: row g, numbers of unit 4c + t, as halves() orders those of keys
   int r = min(g, w.rows - 1);                                         // this lane's row of queries; rows that are none do not count
   int last_seen[2] = {w.position(2 * t), w.position(2 * t + 1)};      // of rows 2t and 2t + 1
+  u32 queries_at = 0;                                                  // or where they are
   u16* newest = nullptr;                                              // the newest key and value, where this block has the last piece
   if constexpr (OWN) {
     u16 *queries = (u16*)red + (rings - shared_address(red) + WARPS * STAGES * stage_bytes) / 2, *fresh = queries + ROWS8 * (D + 32);
@@ -411,8 +410,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
 #pragma unroll 1
     for (; ahead < STAGES; ahead++) copy_commit();
     __syncthreads();
-#pragma unroll
-    for (int c = 0; c < C; c++) query[c] = shared16(shared_address(queries) + r * (2 * D + 64) + (4 * c + t) * 16);
+    queries_at = shared_address(queries) + r * (2 * D + 64) + t * 16;
     if (holds) {                                                      // a warp has a row
       for (int row = warp; row < w.rows; row += WARPS) {
         float sum = 0;
@@ -455,7 +453,8 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
 #pragma unroll
       for (int c = 0; c < C; c++)
         if (32 * c < dk) {
-          u32 x[4], y[4]; uint4 qv = query[c]; float sum[4] = {};
+          u32 x[4], y[4]; uint4 qv; float sum[4] = {};
+          if constexpr (OWN) qv = shared16(queries_at + c * 64); else qv = query[c];
           KT::halves(Keys<KT, D>::unit(used, c, 0, lane), x); KT::halves(Keys<KT, D>::unit(used, c, 1, lane), y);
           float (&to)[4] = KT::SCALED ? sum : s[c & 1];
           mma_16816_f16(to, x[0], y[0], x[1], y[1], qv.x, qv.y);
@@ -525,7 +524,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
         }
     }
     bool ends = split + (int)gridDim.y >= w.num_splits;
-    if (ends && threadIdx.x == 0) merges = order.last(w);
+    if (ends && threadIdx.x == 0) merges = order.last(w, a.counters);
     __syncthreads();
     settle<WARPS>(w, Partials(a.ml, a.sums, a.max_splits, dv), red, dv + 1, tops, totals, split == w.num_splits - 1 ? newest : nullptr, split, ends && merges, a.out, dv, a.sinks, n_head);
   }
@@ -842,7 +841,7 @@ __global__ __launch_bounds__(256, 1) void exact_split(float* out, const float* q
     for (int d = 0; d < 16; d++) if (32 * d + lane < dv) results[warp * dv + 32 * d + lane] = o[0][d];
     if (lane == 0) { top[0][warp] = m[0]; total[0][warp] = l[0]; }
     bool ends = split + (int)gridDim.y >= w.num_splits;
-    if (ends && threadIdx.x == 0) merges = order.last(w);
+    if (ends && threadIdx.x == 0) merges = order.last(w, counters);
     __syncthreads();
     settle<1>(w, Partials(ml, sums, max_splits, dv), results, dv, top, total, nullptr, split, ends && merges, out, dv, sinks, n_head);
     __syncthreads();

@@ -262,7 +262,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #bcdf9071
+# %% ../nbs/31_model.ipynb #18f3c1ff
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     draws = False            # does it draw greedy tokens itself?
@@ -358,9 +358,10 @@ class Model:
     def close(self):
         "Stop the threads and give the memory back"
         if self.device == "cpu": self.workers.close()
-        if self.device == "cuda": self.program.close()
         if self.states: self.states.conv = self.states.ssm = ()                   # the pool keeps the counts, not the arrays
+        program = self.program
         self.weights = self._stream = self.cache = self.states = self.layer_caches = self.program = self.ops = None
+        if self.device == "cuda": program.close()                                 # with all that refers to its arrays gone
         self.file.close()
 
 # %% ../nbs/31_model.ipynb #2f11a1a6

@@ -274,7 +274,7 @@ class StepArrays:
         for n, size in self.tiles.items(): put(f"tiles{n}", attention_tiles(b.query_start_loc[:b.num_seqs + 1], b.seq_lens[:b.num_seqs], n, size).reshape(-1))
         return host
 
-# %% ../nbs/30_program_gpu.ipynb #70486d6f
+# %% ../nbs/30_program_gpu.ipynb #5f877d0a
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -363,9 +363,11 @@ class GpuProgram:
     def close(self) -> None:
         "Wait for what still runs, and give the memory back"
         if self.stream: self.stream.synchronize()
-        self.steps, self.buffers, self.scratch, self.answers, self.code, self.tables, self.rooms = {}, [], None, [], [], {}, {}
+        self.steps, self.buffers, self.scratch, self.answers, self.tables, self.rooms = {}, [], None, [], {}, {}
+        self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
+        cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #dc8799d7
+# %% ../nbs/30_program_gpu.ipynb #6be01ffa
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
@@ -378,7 +380,8 @@ class GpuStep:
         selection = Selection(self.array(program.logits), 1, program.n_token, into=program.best)
         take = Launch(PROGRAM["take_tokens"], -(-shape.tokens//256), 256, [self.numbers.token_ids, self.numbers.sources, program.best, shape.tokens], pdl=True)
         self.launches = [(None, take), *self.launches, *((None, launch) for launch in selection.launches)]
-        self.graph = Graph(lambda: [launch() for _, launch in self.launches], program.stream)
+        launches = self.launches                          # a graph that referred to its step would keep the arrays until the garbage collector comes
+        self.graph = Graph(lambda: [launch() for _, launch in launches], program.stream)
 
     def start(self) -> None:
         "Send the numbers of the step and start it; returns at once"
