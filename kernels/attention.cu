@@ -164,65 +164,54 @@ __device__ __forceinline__ float share(float x, float top, float sum, const floa
 }
 // What a warp has of a row: its maximum, the sum of its weights, and of the weighted sum two numbers a lane, 64c + lane and 32 further on
 struct RowPart { float top, sum, x[2]; };
-// Where pieces leave parts of rows for each other: [.., split][8][c] of (maximum, sum), and [.., split][8][c][32 lanes][2].
-// A word is UNSET, a NaN that no arithmetic gives, until it is written, and whoever has read it makes it so again: to wait for a word is to wait for what it says, without a fence
-constexpr u32 UNSET = ~0u;
+// Where pieces leave parts of rows for whoever puts them together: [.., split][8][c] of (maximum, sum), and [.., split][8][c][32 lanes][2]
 struct Partials {
-  static constexpr int AHEAD = 8;
-  uint2 *maxima, *numbers; int units;                                  // of this lane
+  float2 *maxima, *numbers; int units;                                 // of this lane
   __device__ __forceinline__ Partials(float* ml, float* sums, int max_splits, int dv) : units((dv + 63) >> 6) {
     size_t at = ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * max_splits * ROWS8 * units;
-    maxima = (uint2*)ml + at; numbers = (uint2*)sums + at * 32 + (threadIdx.x & 31);
+    maxima = (float2*)ml + at; numbers = (float2*)sums + at * 32 + (threadIdx.x & 31);
   }
-  static __device__ __forceinline__ u32 word(float x) { u32 u = __float_as_uint(x); return u == UNSET ? 0x7fffffff : u; }
   __device__ __forceinline__ void put(int split, int unit, const RowPart& part) const {       // unit: r units + c
     int at = split * ROWS8 * units + unit;
-    post8(numbers + at * 32, make_uint2(word(part.x[0]), word(part.x[1])));
-    if ((threadIdx.x & 31) == 0) post8(maxima + at, make_uint2(word(part.top), word(part.sum)));
+    numbers[at * 32] = make_float2(part.x[0], part.x[1]);
+    if ((threadIdx.x & 31) == 0) maxima[at] = make_float2(part.top, part.sum);
   }
-  // All pieces (at most 32), this block's own one in its place, added up in their order. Lane p has the maximum and the sum of piece p
-  __device__ __forceinline__ RowPart all(const RowPart& own, int split, int unit, int num_splits) const {
-    int lane = threadIdx.x & 31, step = ROWS8 * units; bool known = false; float weights = 0; RowPart whole{NEVER, 0, {0, 0}};
-    uint2 *at = maxima + lane * step + unit, *from = numbers + unit * 32;
+  // All pieces (at most 32), added up in their order. Lane p has the maximum and the sum of piece p
+  __device__ __forceinline__ RowPart all(int unit, int num_splits) const {
+    int lane = threadIdx.x & 31, step = ROWS8 * units; uint2 v = make_uint2(__float_as_uint(NEVER), 0); float weights = 0; RowPart whole{NEVER, 0, {0, 0}};
+    const float2* from = numbers + unit * 32;
+    if (lane < num_splits) v = load8(maxima + lane * step + unit);
 #pragma unroll 1
-    for (int p0 = 0; p0 < num_splits;) {
-      uint2 part[AHEAD], v; u32 missing = 0;
-      if (!known && lane < num_splits) v = peek8(at);
+    for (int p0 = 0; p0 < num_splits; p0 += 16, from += 16 * step * 32) {
+      uint2 part[16];
 #pragma unroll
-      for (int j = 0; j < AHEAD; j++) if (p0 + j < num_splits) part[j] = peek8(from + j * step * 32);
-      if (!known) {
-        if (lane == split) v = make_uint2(word(own.top), word(own.sum));
-        if (lane < num_splits) missing |= v.x == UNSET | v.y == UNSET;
+      for (int j = 0; j < 16; j++) if (p0 + (j & ~3) < num_splits) part[j] = load8(from + min(j, num_splits - 1 - p0) * step * 32);      // all on their way at once, while the weights are computed
+      if (p0 == 0) {
+        whole.top = warp_max(__uint_as_float(v.x)); weights = exp2_approx(__uint_as_float(v.x) - whole.top); whole.sum = warp_sum(weights * __uint_as_float(v.y));
       }
 #pragma unroll
-      for (int j = 0; j < AHEAD; j++) if (p0 + j < num_splits) {
-        if (p0 + j == split) part[j] = make_uint2(word(own.x[0]), word(own.x[1]));
-        missing |= part[j].x == UNSET | part[j].y == UNSET;
-      }
-      if (__ballot_sync(~0u, missing)) continue;                      // all once more
-      if (!known) {
-        float m = NEVER, f = 0;
-        if (lane < num_splits) { m = __uint_as_float(v.x); f = __uint_as_float(v.y); *at = make_uint2(UNSET, UNSET); }
-        whole.top = warp_max(m); weights = exp2_approx(m - whole.top); whole.sum = warp_sum(weights * f); known = true;
-      }
-#pragma unroll
-      for (int j = 0; j < AHEAD; j++) if (p0 + j < num_splits) {
-        float weight = __shfl_sync(~0u, weights, p0 + j);
+      for (int j = 0; j < 16; j++) if (p0 + (j & ~3) < num_splits) {
+        float weight = __shfl_sync(~0u, weights, p0 + j);             // of pieces that are none it is 0
         whole.x[0] = fmaf(weight, __uint_as_float(part[j].x), whole.x[0]); whole.x[1] = fmaf(weight, __uint_as_float(part[j].y), whole.x[1]);
-        from[j * step * 32] = make_uint2(UNSET, UNSET);
       }
-      p0 += AHEAD; from += AHEAD * step * 32;
     }
     return whole;
   }
 };
+// x times what a row is shared out by, to where it belongs
+__device__ __forceinline__ void give(const Few& w, int r, int d0, const RowPart& part, float* out, int dv, const float* sinks, int n_head) {
+  float one = share(1.f, part.top, part.sum, sinks, w.query_head(r)), *row = out + w.out_row(r, n_head) * dv;
+#pragma unroll
+  for (int i = 0; i < 2; i++) if (d0 + 32 * i < dv) row[d0 + 32 * i] = part.x[i] * one;
+}
+__device__ __forceinline__ int row_of(int unit, int units) { return units == 1 ? unit : units == 2 ? unit >> 1 : unit / units; }
 // P parts of each row in shared memory, [part][8][pitch] with their maxima and sums, perhaps one more, the newest token alone, become the row's piece, and that goes where it has to.
 // A warp has 64 numbers of a row
 template <int P>
 __device__ __forceinline__ void settle(const Few& w, const Partials& to, const float* parts, int pitch, const float (*tops)[ROWS8], const float (*totals)[ROWS8], const u16* newest,
-                                       int split, bool merges, float* out, int dv, const float* sinks, int n_head) {
+                                       int split, float* out, int dv, const float* sinks, int n_head) {
   for (int unit = threadIdx.x >> 5; unit < w.rows * to.units; unit += blockDim.x >> 5) {
-    int r = to.units == 1 ? unit : to.units == 2 ? unit >> 1 : unit / to.units, d0 = (unit - r * to.units) * 64 + (threadIdx.x & 31);
+    int r = row_of(unit, to.units), d0 = (unit - r * to.units) * 64 + (threadIdx.x & 31);
     RowPart part{newest ? tops[P][r] : NEVER, 0, {0, 0}}; float fix[P + 1];
 #pragma unroll
     for (int p = 0; p < P; p++) part.top = fmaxf(part.top, tops[p][r]);
@@ -238,27 +227,24 @@ __device__ __forceinline__ void settle(const Few& w, const Partials& to, const f
         if (newest) part.x[i] += fix[P] * half_float(newest[d]);
       }
     }
-    if (w.num_splits > 1) {
-      if (!merges) { to.put(split, unit, part); continue; }
-      part = to.all(part, split, unit, w.num_splits);
-    }
-    float one = share(1.f, part.top, part.sum, sinks, w.query_head(r)), *row = out + w.out_row(r, n_head) * dv;
-#pragma unroll
-    for (int i = 0; i < 2; i++) if (d0 + 32 * i < dv) row[d0 + 32 * i] = part.x[i] * one;
+    if (w.num_splits > 1) to.put(split, unit, part);
+    else give(w, r, d0, part, out, dv, sinks, n_head);
   }
 }
-// Which of the blocks that share a sequence's pieces puts them together: the one that begins last, since the others are at work then and will write without anybody's help.
-// Thread 0 draws the number early, and looks at it when it is needed
-struct Order {
-  int number;
-  static __device__ __forceinline__ int* counter(int* counters) { return counters + blockIdx.z * gridDim.x + blockIdx.x; }
-  __device__ __forceinline__ void draw(const Few& w, int* counters) { if (w.num_splits > 1 && threadIdx.x == 0) number = draw_number(counter(counters)); }
-  __device__ __forceinline__ bool last(const Few& w, int* counters) const {       // for thread 0
-    bool it = w.num_splits > 1 && number == min((int)gridDim.y, w.num_splits) - 1;
-    if (it) *counter(counters) = 0;                                   // all have drawn
-    return it;
+// Whoever comes last of the blocks that share a sequence's pieces puts them together
+__device__ __forceinline__ void together(const Few& w, const Partials& from, int* counters, float* out, int dv, const float* sinks, int n_head) {
+  __shared__ int last;
+  __syncthreads();
+  int* counter = counters + blockIdx.z * gridDim.x + blockIdx.x;
+  if (threadIdx.x == 0) { fence(); last = atomicAdd(counter, 1) == min((int)gridDim.y, w.num_splits) - 1; fence(); }      // for the whole block: it has just met, and meets again
+  __syncthreads();
+  if (!last) return;
+  for (int unit = threadIdx.x >> 5; unit < w.rows * from.units; unit += blockDim.x >> 5) {
+    int r = row_of(unit, from.units);
+    give(w, r, (unit - r * from.units) * 64 + (threadIdx.x & 31), from.all(unit, w.num_splits), out, dv, sinks, n_head);
   }
-};
+  if (threadIdx.x == 0) *counter = 0;
+}
 // Rows of a sequence of no positions (the step's last rows may stand for nothing) are zeros
 __device__ __forceinline__ void no_rows(const Few& w, float* out, int n_head, int dv) {
   if (w.len <= 0 && w.tokens == 1 && blockIdx.y == 0)
@@ -334,10 +320,10 @@ template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES, class Qu
 __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
   constexpr int C = D / 32; constexpr bool OWN = sizeof(Queries) == sizeof(Raw);
   extern __shared__ __align__(16) float red[];                        // [WARPS][8 rows][dv + 1]; then the warps' rings; then, if they are made here, 8 queries, a key and a value in float16
-  __shared__ float tops[WARPS + 1][ROWS8], totals[WARPS + 1][ROWS8]; __shared__ bool merges;
+  __shared__ float tops[WARPS + 1][ROWS8], totals[WARPS + 1][ROWS8];
   pdl_trigger();
   const int dk = WHOLE ? D : a.dk, dv = WHOLE ? D : a.dv, n_head = a.n_head, n_head_kv = a.n_head_kv, window = a.window;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3; Order order;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int* starts = nullptr; int few = 1;
   if constexpr (!OWN) { starts = in.query_start_loc; few = in.few; }
   Few w(starts, a.seq_lens, few, n_head, n_head_kv, window, a.least, a.most);
@@ -399,7 +385,6 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
     if (task < tasks) { begin(); prefetch(from); }
     pdl_wait();
     if (!here) { no_rows(w, a.out, n_head, dv); return; }
-    order.draw(w, a.counters);
 #pragma unroll 1
     while (task < tasks) {
       u16* to = side ? fresh + (side - 1) * D : queries + task * (D + 32);
@@ -431,7 +416,6 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
     if (here) prefetch(row);                                          // so that the address is known before the wait
     pdl_wait();
     if (!here) { no_rows(w, a.out, n_head, dv); return; }
-    order.draw(w, a.counters);
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
@@ -523,12 +507,11 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
           if (d1 < dv) to[d1] = o[d][h + 2];
         }
     }
-    bool ends = split + (int)gridDim.y >= w.num_splits;
-    if (ends && threadIdx.x == 0) merges = order.last(w, a.counters);
     __syncthreads();
-    settle<WARPS>(w, Partials(a.ml, a.sums, a.max_splits, dv), red, dv + 1, tops, totals, split == w.num_splits - 1 ? newest : nullptr, split, ends && merges, a.out, dv, a.sinks, n_head);
+    settle<WARPS>(w, Partials(a.ml, a.sums, a.max_splits, dv), red, dv + 1, tops, totals, split == w.num_splits - 1 ? newest : nullptr, split, a.out, dv, a.sinks, n_head);
   }
   copy_wait<0>();
+  if (w.num_splits > 1) together(w, Partials(a.ml, a.sums, a.max_splits, dv), a.counters, a.out, dv, a.sinks, n_head);
 }
 #endif
 template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES>
@@ -824,14 +807,13 @@ __global__ __launch_bounds__(256, 1) void exact_split(float* out, const float* q
     const int* query_start_loc, const int* seq_lens, const int* block_table, const float* sinks, int max_blocks, int max_splits, int few, int least, int most, int q_pitch,
     int n_head, int n_head_kv, int dk, int dv, int k_type, int v_type, int window, float scale, float softcap) {
   extern __shared__ __align__(16) float red[];
-  __shared__ float top[2][ROWS8], total[2][ROWS8]; __shared__ bool merges;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5; Order order;
+  __shared__ float top[2][ROWS8], total[2][ROWS8];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   pdl_trigger();
   Few w(query_start_loc, seq_lens, few, n_head, n_head_kv, window, least, most);
   if ((int)blockIdx.y >= w.num_splits && blockIdx.y) { pdl_leave(); return; }
   pdl_wait();
   if ((int)blockIdx.y >= w.num_splits) { no_rows(w, out, n_head, dv); return; }
-  order.draw(w, counters);
   for (int split = blockIdx.y; split < w.num_splits; split += gridDim.y) {
     float o[R][16], m[R], l[R], *results = red + 8 * dk + 32 * max(dk + 1, dv) + 8 * 32;
     int start = (w.first_split + split) * w.piece;
@@ -840,12 +822,11 @@ __global__ __launch_bounds__(256, 1) void exact_split(float* out, const float* q
 #pragma unroll
     for (int d = 0; d < 16; d++) if (32 * d + lane < dv) results[warp * dv + 32 * d + lane] = o[0][d];
     if (lane == 0) { top[0][warp] = m[0]; total[0][warp] = l[0]; }
-    bool ends = split + (int)gridDim.y >= w.num_splits;
-    if (ends && threadIdx.x == 0) merges = order.last(w, counters);
     __syncthreads();
-    settle<1>(w, Partials(ml, sums, max_splits, dv), results, dv, top, total, nullptr, split, ends && merges, out, dv, sinks, n_head);
+    settle<1>(w, Partials(ml, sums, max_splits, dv), results, dv, top, total, nullptr, split, out, dv, sinks, n_head);
     __syncthreads();
   }
+  if (w.num_splits > 1) together(w, Partials(ml, sums, max_splits, dv), counters, out, dv, sinks, n_head);
 }
 template <int R>                                                      // rows of a warp: 3, so that heads of 256 fit into the 64 KB of a Turing card
 __global__ __launch_bounds__(256, 1) void exact_tile(float* out, const float* q, const char* k, const char* v, const int* tiles, const int* query_start_loc,

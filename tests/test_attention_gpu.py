@@ -11,7 +11,7 @@ import pytest
 from gpu_arrays import empty
 
 from literate_engine.attention import attention_ref
-from literate_engine.attention_gpu import (PAIRS, SPLITS, UNSET, AttentionScratch, KVCacheGpu, SplitPlan, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
+from literate_engine.attention_gpu import (PAIRS, SPLITS, AttentionScratch, KVCacheGpu, SplitPlan, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
     prepare_rope_attention, prepare_rope_store, split_plans, tile_tokens, tune_attention)
 from literate_engine.core import rel_err
 from literate_engine.cuda import cupy, device
@@ -60,19 +60,16 @@ def step_of(batch, spec, cache, few=1, pad=0):
                            query_start_loc=int32(np.r_[starts, [T]*pad]), tiles={tokens: int32(tiles)})
 
 
-def is_fresh(scratch): return not scratch.counters.get().any() and all((a.get() == UNSET).all() for a in (scratch.ml, scratch.sums))
-
-
 def attention(q, cache, batch, spec, sinks=None, decode=None, few=1, max_len=None, pad=0):
     cp, T = cupy(), batch.num_tokens
     step, max_len = step_of(batch, spec, cache, few, pad), max_len or batch.max_blocks_per_seq*16
     decode = few == 1 and T == batch.num_seqs if decode is None else decode
     rows = T + pad*decode
     scratch, out = AttentionScratch([spec], batch.num_seqs + pad, max_len, few), cp.empty((rows, spec.n_head*spec.head_dim_v), np.float32)
-    out[...] = np.nan
+    for a in (out, scratch.ml, scratch.sums): a[...] = np.nan
     x = cp.asarray(np.pad(q, ((0, rows - T), (0, 0))))
     for launch in prepare_attention(out, x, SimpleNamespace(cache=cache, index=0), spec, step, scratch, max_len, None if sinks is None else cp.asarray(sinks), decode, few): launch()
-    assert is_fresh(scratch)
+    assert not scratch.counters.get().any(), "counters are not at 0 again"
     return out.get()
 
 
@@ -222,7 +219,7 @@ def test_rope_store_and_attention_in_one_launch(spec):
         for launch in prepare_rope_store(q, k, v, positions, table, D, wq, wk, 1e-6, turned, kv, step, wv, 1e-5) + prepare_attention(want, turned, kv, spec, step, scratch, max_len, sinks, True): launch()
         for _ in range(2):
             for launch in prepare_rope_attention(got, q, k, v, positions, table, wq, wk, 1e-6, SimpleNamespace(cache=two, index=0), spec, step, scratch, max_len, sinks, wv, 1e-5): launch()
-            assert is_fresh(scratch) and rel_err(got.get(), want.get()) < 1e-3
+            assert not scratch.counters.get().any() and rel_err(got.get(), want.get()) < 1e-3
             for a, b in zip(one.k + one.v, two.k + two.v): assert np.array_equal(a.get()[1:].view(np.uint16), b.get()[1:].view(np.uint16))     # but for the null block
     with pytest.raises(ValueError, match="rope_attention takes float16"):
         prepare_rope_attention(got, q, k, v, positions, table, wq, wk, 0., SimpleNamespace(cache=KVCacheGpu([spec], 2, kv_type="q8_0"), index=0), spec, step, scratch, 64)
