@@ -359,7 +359,7 @@ class Model:
         "Stop the threads and give the memory back"
         if self.device == "cpu": self.workers.close()
         if self.states: self.states.conv = self.states.ssm = ()                   # the pool keeps the counts, not the arrays
-        program = self.program
+        program = self.program if self.device == "cuda" else None
         self.weights = self._stream = self.cache = self.states = self.layer_caches = self.program = self.ops = None
         if self.device == "cuda": program.close()                                 # with all that refers to its arrays gone
         self.file.close()
