@@ -1,6 +1,8 @@
 """Weights on the GPU, in the emulator where there is none: the planes of chapter 14 byte for byte, from maps and from arrays; what cannot be pinned; what does not fit; which device."""
 import importlib.util
+import itertools
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -64,47 +66,122 @@ def mapped(folder, rng):
     return file, parts + [Rows(parts[0], rng.permutation(70)), Rows(parts[0], np.arange(3, 50)), Rows(parts[1], np.arange(24)[::-1])]
 
 
-@pytest.mark.parametrize("pin", ["register", "staged", "plain"])
-@pytest.mark.parametrize("piece", [100, 3000, 1 << 20])
-def test_from_a_map(pin, piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", max(piece, 1200) if pin == "staged" else piece)
-    monkeypatch.setattr(module, "PIN", 1 << 12)
+@pytest.mark.parametrize("pin", module.PIN)
+@pytest.mark.parametrize("piece, chunk", [(100, 1 << 12), (5000, 1 << 12), (20000, 3000), (20000, 1 << 13), (1 << 20, 1 << 12), (1 << 20, 1 << 20)])
+def test_from_a_map(pin, piece, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "CHUNK", chunk)
     file, parts = mapped(tmp_path, np.random.default_rng(1))
-    assert check(parts, maps=[s.data for s in file.shards], pin=pin) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"]
+    assert check(parts, maps=[s.data for s in file.shards], pin=pin) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"] and workers() == []
     del parts
     assert file.close()
 
 
-def test_pages_are_pinned_once_and_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIN", 1 << 12)
-    runtime, held, done = cupy().cuda.runtime, set(), []
-    def register(at, size, flags):
-        assert at % 4096 == 0 and size > 0 and flags == 8 and at not in held
-        held.add(at), done.append(at)
-    monkeypatch.setattr(type(runtime), "hostRegister", staticmethod(register))
-    monkeypatch.setattr(type(runtime), "hostUnregister", staticmethod(held.remove))
-    file, parts = mapped(tmp_path, np.random.default_rng(2))
-    check(parts, maps=[s.data for s in file.shards])
-    assert len(done) == -(-file.nbytes//4096) and not held
+def workers(): return [t for t in threading.enumerate() if t.name.startswith("upload")]
 
 
-def test_a_map_that_cannot_be_pinned_is_staged_and_said(tmp_path, monkeypatch):
-    runtime = cupy().cuda.runtime
-    def refuse(*args): raise runtime.CUDARuntimeError("cudaErrorNotSupported: operation not supported")
-    monkeypatch.setattr(type(runtime), "hostRegister", staticmethod(refuse))
-    file, parts = mapped(tmp_path, np.random.default_rng(3))
-    notes = check(parts, maps=[s.data for s in file.shards])
-    assert notes[0] == "the mapped file cannot be pinned (cudaErrorNotSupported: operation not supported): its bytes go through pinned buffers" and len(notes) == 2
+class Pages:
+    "What the driver keeps of pinned pages; a second claim to one of them is an error, as is giving back what is not pinned."
+    def __init__(self, monkeypatch):
+        self.held, self.done, self.most, self.error = {}, [], 0, None
+        runtime = type(cupy().cuda.runtime)
+        monkeypatch.setattr(runtime, "hostRegister", staticmethod(self.register))
+        monkeypatch.setattr(runtime, "hostUnregister", staticmethod(self.unregister))
+
+    def register(self, at, size, flags):
+        if self.error: raise self.error
+        assert at % 4096 == 0 and size > 0 and size % 4096 == 0 and flags == 8 and not any(a < at + size and at < a + n for a, n in list(self.held.items()))
+        self.held[at] = size
+        self.done.append((at, size))
+        self.most = max(self.most, len(self.held))
+
+    def unregister(self, at): del self.held[at]
+
+
+def big(folder, rng, n=200):
+    "A file of two matrices of many pages."
+    tensors = [tensor("Q4_K", n, 20, rng), tensor("Q6_K", n, 13, rng)]
+    write_gguf(folder / "big.gguf", {"general.architecture": "toy"}, {f"w{i}": (t.raw, t.type.name, t.shape) for i, t in enumerate(tensors)})
+    file = GGUFFile(folder / "big.gguf")
+    return file, [QuantTensor.from_gguf(file, name) for name in file.tensors]
+
+
+@pytest.mark.skipif(not EMULATED, reason="the driver keeps its own books")
+@pytest.mark.parametrize("pin, pinned", [("register", 3), ("both", 64)])
+def test_pages_are_pinned_once_and_given_back(pin, pinned, tmp_path, monkeypatch):
+    for name, value in (("CHUNK", 1 << 14), ("PIECE", 100_000), ("PINNED", pinned), ("PINNERS", 1), ("WORKERS", 3)): monkeypatch.setattr(module, name, value)
+    pages = Pages(monkeypatch)
+    file, (a, b) = big(tmp_path, np.random.default_rng(2))
+    parts = [a, b, a, Rows(b, np.arange(20, 90)), a]
+    check(parts, maps=[s.data for s in file.shards], pin=pin)
+    assert pages.done and not pages.held and pages.most <= pinned and workers() == []
+    if pin == "register": assert sum(size for _, size in pages.done) > 0.5*sum(p.raw.nbytes for p in (a, b))
+    pages.done.clear()
+    check(parts, maps=[s.data for s in file.shards], pin="staged")
+    check(parts, pin=pin)                                # memory of the process is not a map
+    assert pages.done == []
+
+
+@pytest.mark.skipif(not EMULATED, reason="a real driver does not refuse")
+@pytest.mark.parametrize("pin", ["both", "register"])
+def test_a_map_that_cannot_be_pinned_is_staged_and_said(pin, tmp_path, monkeypatch):
+    for name, value in (("CHUNK", 1 << 14), ("PIECE", 100_000), ("WORKERS", 3)): monkeypatch.setattr(module, name, value)
+    pages = Pages(monkeypatch)
+    pages.error = cupy().cuda.runtime.CUDARuntimeError("cudaErrorNotSupported: operation not supported")
+    file, parts = big(tmp_path, np.random.default_rng(3))
+    notes = check(parts, maps=[s.data for s in file.shards], pin=pin)
+    assert notes == ["the mapped file cannot be pinned (cudaErrorNotSupported: operation not supported): its bytes go through pinned buffers"]
+
+
+@pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
+@pytest.mark.parametrize("fails", ["hostRegister", "copyto", "memcpyAsync", "held"])
+def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
+    "A worker that fails while pinning or copying, a copy that fails, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
+    for name, value in (("CHUNK", 1 << 14), ("PIECE", 50_000), ("WORKERS", 3), ("PINNERS", 1), ("QUEUE", 2)): monkeypatch.setattr(module, name, value)
+    pages, file_parts = Pages(monkeypatch), big(tmp_path, np.random.default_rng(4), 400)
+    file, parts = file_parts
+    count, limit = itertools.count(), 5
+    def failing(real):
+        def call(*args):
+            if next(count) == limit: raise MemoryError("no more of it")
+            return real(*args)
+        return call
+    runtime = type(cupy().cuda.runtime)
+    if fails == "copyto": monkeypatch.setattr(module.np, "copyto", failing(np.copyto))
+    elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
+    elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
+    else: parts.append(QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32)))
+    with pytest.raises(ValueError if fails == "held" else MemoryError, match="expected a matrix" if fails == "held" else "no more of it"): upload(parts, maps=[s.data for s in file.shards])
+    assert not pages.held and workers() == []
+    u = module.Uploader([s.data for s in file.shards])
+    with pytest.raises(RuntimeError, match="of the caller"), u:
+        u.matrix(parts[0])
+        raise RuntimeError("of the caller")
+    u.close()
+    assert not pages.held and workers() == [] and u.ring == u.keep == [] and not u.queue and u.stager.buffers.all == u.stager.pins.all == []
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    "Buffers and pieces that wait, while nobody takes what is ready."
+    for name, value in (("CHUNK", 1 << 12), ("PIECE", 10_000), ("WORKERS", 2), ("QUEUE", 3)): monkeypatch.setattr(module, name, value)
+    file, parts = big(tmp_path, np.random.default_rng(6))
+    with Uploader([s.data for s in file.shards], "staged") as u:
+        for part in parts: u.matrix(part)
+        assert len(u.queue) <= 3 and len(u.stager.buffers.all) <= 4 and len(u.ring) <= module.RING
+        u.finish()
+
+
+def test_a_mode_that_there_is_not():
+    with pytest.raises(ValueError, match="pin='quick': expected one of both, register, staged, plain"): upload([], pin="quick")
 
 
 def test_one_tensor_is_sent_once(tmp_path):
     file, parts = mapped(tmp_path, np.random.default_rng(4))
-    u = Uploader([s.data for s in file.shards])
-    for part in (parts[0], parts[7], parts[8]): u.matrix(part)
-    assert u.slot == 0
-    u.matrix(parts[2])
-    assert u.slot == 1 and u.nbytes == sum(gpu_bytes(p.type.name, *p.shape) for p in (parts[0], parts[7], parts[8], parts[2]))
-    u.finish()
+    with Uploader([s.data for s in file.shards]) as u:
+        some = [parts[i] for i in (0, 7, 8, 2)]
+        for part in some: u.matrix(part)
+        u.finish()
+    assert u.sent == 2 and u.nbytes == sum(gpu_bytes(p.type.name, *p.shape) for p in some)
 
 
 def test_progress_and_a_wrong_shape():
