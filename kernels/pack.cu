@@ -46,11 +46,16 @@ __device__ __forceinline__ u32 super_byte(const u8* p, int e) {
   return upper_of(p, e - 12) | upper_of(p, e - 8) << 4;
 }
 
-// Row blockIdx.x of `moves` [rows, 2]: from row moves[.][0] of raw (-1: a row of zeros, as a file would have it) to row moves[.][1] of the planes. raw [., row_bytes] has `blocks` blocks of 32 a row.
-template <class F> __global__ __launch_bounds__(128) void pack(const u8* raw, const int* moves, u8* q, u8* h, u16* s, u8* d, int row_bytes, int blocks, int groups) {
+// The row of raw that block blockIdx.x packs, -1 for a row of zeros as a file would have it, and the row of the planes where it goes: what `moves` [rows, 2] lists,
+// or without a list rows 0 ... num - 1 of raw, and zeros after them, to rows first, first + 1, ...
+__device__ __forceinline__ int row_from(const int* moves, int num) { return moves ? moves[2 * blockIdx.x] : (int)blockIdx.x < num ? (int)blockIdx.x : -1; }
+__device__ __forceinline__ long long row_to(const int* moves, int first) { return moves ? moves[2 * blockIdx.x + 1] : first + (int)blockIdx.x; }
+
+// raw [., row_bytes] has `blocks` blocks of 32 a row
+template <class F> __global__ __launch_bounds__(128) void pack(const u8* raw, const int* moves, int first, int num, u8* q, u8* h, u16* s, u8* d, int row_bytes, int blocks, int groups) {
   constexpr bool SUPER = F::PARTS == 0;
-  int from = moves[2 * blockIdx.x];
-  long long to = moves[2 * blockIdx.x + 1];
+  int from = row_from(moves, num);
+  long long to = row_to(moves, first);
   const u8* row = raw + (long long)from * row_bytes;
   for (int at = threadIdx.x; at < groups * 16; at += 128) {
     int g = at / 16, e = at % 16, t = e / 4, j = e % 4;
@@ -97,8 +102,8 @@ template <class F> __global__ __launch_bounds__(128) void pack(const u8* raw, co
 }
 
 // Rows of 16-bit weights, padded to `units` of 16 bytes
-__global__ __launch_bounds__(128) void pack_16(const u16* raw, const int* moves, u16* q, int k, int units) {
-  int from = moves[2 * blockIdx.x];
-  long long to = moves[2 * blockIdx.x + 1];
+__global__ __launch_bounds__(128) void pack_16(const u16* raw, const int* moves, int first, int num, u16* q, int k, int units) {
+  int from = row_from(moves, num);
+  long long to = row_to(moves, first);
   for (int i = threadIdx.x; i < 8 * units; i += 128) q[to * 8 * units + i] = from >= 0 && i < k ? raw[(long long)from * k + i] : 0;
 }

@@ -515,14 +515,15 @@ def _load(self, path, cache_salt: str = "") -> list[int]:     # the saved text; 
 
 Engine._between_steps, Engine._identity, Engine.save_state, Engine.load_state = _between_steps, _identity, _save, _load
 
-# %% ../nbs/43_engine.ipynb #b4b7a16c
+# %% ../nbs/43_engine.ipynb #910ff384
 @without_gc()
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
     "Open a model file and load it as configured."
     from literate_engine.model import Model
     file = GGUFFile(path)
     model_config = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
-    tensors = [t for name, t in file.tensors.items() if name in model_config.tensors()]
+    needs = model_config.tensors()
+    tensors = [t for name, t in file.tensors.items() if name in needs]
     device, why = which_device(config, model_config, tensors)
     note = [f"device {device}: {why}"] if config.device == "auto" and device == "cuda" else []
     config = resolve(replace(config, device=device), model_config, tensors)

@@ -1,6 +1,8 @@
 """Weights on the GPU, in the emulator where there is none: the planes of chapter 14 byte for byte, from maps and from arrays; what cannot be pinned; what does not fit; which device."""
 import importlib.util
+import itertools
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from literate_engine.cuda import cupy
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
 from literate_engine.quants import QUANT_TYPES, QuantTensor, dequantize
-from literate_engine.upload import Uploader, choose_device, gpu_bytes, gpu_facts, held_blocks_gpu, held_on_gpu, memory_plan, upload, weight_bytes
+from literate_engine.upload import Uploader, choose_device, gpu_bytes, gpu_facts, held_blocks_gpu, held_on_gpu, memory_plan, plane_shapes, slab_bytes, upload, weight_bytes
 
 EMULATED = importlib.util.find_spec("cupy") is None
 pytestmark = pytest.mark.skipif(EMULATED and not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the emulator needs a C++ compiler")
@@ -32,13 +34,17 @@ class Rows:
     def raw(self): return self.tensor.raw[self.rows]
 
 
-def check(parts, **kw):
-    done, notes = upload(parts, **kw)
+def same(parts, done):
     for part, w in zip(parts, done, strict=True):
         raw, to = held_blocks_gpu(part.raw, part.type.name)
         assert (w.type, w.n, w.k) == (to, *part.shape) and w.nbytes == gpu_bytes(part.type.name, *part.shape)
         for plane, want in zip(w.planes, pack_gpu(raw, to).values(), strict=True):
             assert (plane is None) == (want is None) and (plane is None or np.array_equal(plane.get(), want)), (part.type.name, part.shape)
+
+
+def check(parts, **kw):
+    done, notes = upload(parts, **kw)
+    same(parts, done)
     return notes
 
 
@@ -64,47 +70,132 @@ def mapped(folder, rng):
     return file, parts + [Rows(parts[0], rng.permutation(70)), Rows(parts[0], np.arange(3, 50)), Rows(parts[1], np.arange(24)[::-1])]
 
 
-@pytest.mark.parametrize("pin", ["register", "staged", "plain"])
-@pytest.mark.parametrize("piece", [100, 3000, 1 << 20])
-def test_from_a_map(pin, piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", max(piece, 1200) if pin == "staged" else piece)
-    monkeypatch.setattr(module, "PIN", 1 << 12)
+@pytest.mark.parametrize("piece", [100, 3000, 5000, 20000, 1 << 20])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_from_a_map(piece, workers, tmp_path, monkeypatch):
+    for name, value in (("PIECE", piece), ("WORKERS", workers)): monkeypatch.setattr(module, name, value)
     file, parts = mapped(tmp_path, np.random.default_rng(1))
-    assert check(parts, maps=[s.data for s in file.shards], pin=pin) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"]
+    assert check(parts, maps=[s.data for s in file.shards]) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"] and threads() == []
     del parts
     assert file.close()
 
 
-def test_pages_are_pinned_once_and_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIN", 1 << 12)
-    runtime, held, done = cupy().cuda.runtime, set(), []
-    def register(at, size, flags):
-        assert at % 4096 == 0 and size > 0 and flags == 8 and at not in held
-        held.add(at), done.append(at)
-    monkeypatch.setattr(type(runtime), "hostRegister", staticmethod(register))
-    monkeypatch.setattr(type(runtime), "hostUnregister", staticmethod(held.remove))
-    file, parts = mapped(tmp_path, np.random.default_rng(2))
-    check(parts, maps=[s.data for s in file.shards])
-    assert len(done) == -(-file.nbytes//4096) and not held
+def threads(): return [t for t in threading.enumerate() if t.name.startswith("upload")]
 
 
-def test_a_map_that_cannot_be_pinned_is_staged_and_said(tmp_path, monkeypatch):
-    runtime = cupy().cuda.runtime
-    def refuse(*args): raise runtime.CUDARuntimeError("cudaErrorNotSupported: operation not supported")
-    monkeypatch.setattr(type(runtime), "hostRegister", staticmethod(refuse))
-    file, parts = mapped(tmp_path, np.random.default_rng(3))
-    notes = check(parts, maps=[s.data for s in file.shards])
-    assert notes[0] == "the mapped file cannot be pinned (cudaErrorNotSupported: operation not supported): its bytes go through pinned buffers" and len(notes) == 2
+class Pages:
+    "What the driver keeps of pinned pages; a second claim to one of them is an error, as is giving back what is not pinned."
+    def __init__(self, monkeypatch):
+        self.held, self.most, self.error = {}, 0, None
+        runtime = type(cupy().cuda.runtime)
+        monkeypatch.setattr(runtime, "hostRegister", staticmethod(self.register))
+        monkeypatch.setattr(runtime, "hostUnregister", staticmethod(self.unregister))
+
+    def register(self, at, size, flags):
+        if self.error: raise self.error
+        assert at % 4096 == 0 and size > 0 and flags == 0 and not any(a//4096 <= (at + size - 1)//4096 and at//4096 <= (a + n - 1)//4096 for a, n in list(self.held.items()))
+        self.held[at] = size
+        self.most = max(self.most, len(self.held))
+
+    def unregister(self, at): del self.held[at]
+
+
+def big(folder, rng, n=200):
+    "A file of two matrices of many pages."
+    tensors = [tensor("Q4_K", n, 20, rng), tensor("Q6_K", n, 13, rng)]
+    write_gguf(folder / "big.gguf", {"general.architecture": "toy"}, {f"w{i}": (t.raw, t.type.name, t.shape) for i, t in enumerate(tensors)})
+    file = GGUFFile(folder / "big.gguf")
+    return file, [QuantTensor.from_gguf(file, name) for name in file.tensors]
+
+
+def small(monkeypatch, **kw):
+    for name, value in {"PIECE": 10_000, "WORKERS": 3, "SPARE": 2, **kw}.items(): monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.skipif(not EMULATED, reason="the driver keeps its own books")
+def test_buffers_are_pinned_once_and_given_back(tmp_path, monkeypatch):
+    small(monkeypatch)
+    pages = Pages(monkeypatch)
+    file, (a, b) = big(tmp_path, np.random.default_rng(2))
+    check([a, b, a, Rows(b, np.arange(20, 90)), a], maps=[s.data for s in file.shards])
+    assert 0 < pages.most <= 5 and not pages.held and threads() == []
+    small(monkeypatch, PIECE=1)                          # rows that are larger than the buffers were meant to be
+    check([a, tensor("Q4_K", 3, 70, np.random.default_rng(3)), b])
+    assert not pages.held
+
+
+@pytest.mark.skipif(not EMULATED, reason="a real driver does not refuse")
+def test_buffers_that_cannot_be_pinned_are_said(tmp_path, monkeypatch):
+    small(monkeypatch)
+    pages = Pages(monkeypatch)
+    pages.error = cupy().cuda.runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+    file, parts = big(tmp_path, np.random.default_rng(3))
+    assert check(parts, maps=[s.data for s in file.shards]) == ["the buffers of the upload cannot be pinned (cudaErrorMemoryAllocation: out of memory): it takes longer"]
+
+
+@pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
+@pytest.mark.parametrize("fails", ["hostRegister", "copyto", "memcpyAsync", "held"])
+def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
+    "A worker that fails while pinning or copying, a copy that fails, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
+    small(monkeypatch)
+    pages, (file, parts) = Pages(monkeypatch), big(tmp_path, np.random.default_rng(4), 400)
+    count, limit = itertools.count(), 2 if fails == "hostRegister" else 8
+    def failing(real):
+        def call(*args):
+            if next(count) == limit: raise MemoryError("no more of it")
+            return real(*args)
+        return call
+    runtime = type(cupy().cuda.runtime)
+    if fails == "copyto": monkeypatch.setattr(module.np, "copyto", failing(np.copyto))
+    elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
+    elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
+    else: parts.append(QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32)))
+    with pytest.raises(ValueError if fails == "held" else MemoryError, match="expected a matrix" if fails == "held" else "no more of it"): upload(parts, maps=[s.data for s in file.shards])
+    assert not pages.held and threads() == []
+    u = Uploader([s.data for s in file.shards])
+    with pytest.raises(RuntimeError, match="of the caller"), u:
+        u.matrix(parts[0])
+        raise RuntimeError("of the caller")
+    u.close()
+    assert not pages.held and threads() == [] and u.ring == u.keep == u.stager.slots == [] and u.last is None
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    "Buffers, and pieces that have been asked for and not been sent."
+    small(monkeypatch, WORKERS=2)
+    file, parts = big(tmp_path, np.random.default_rng(6))
+    with Uploader([s.data for s in file.shards]) as u:
+        for part in parts:
+            u.matrix(part)
+            assert u.flight <= 4 and len(u.stager.slots) <= 4 and len(u.stager.threads) <= 2 and len(u.ring) <= module.RING
+        u.finish()
+
+
+@pytest.mark.parametrize("slab", [1, 4000, 1 << 28])
+def test_planes_out_of_few_arrays(slab, monkeypatch):
+    "Each plane from a multiple of 512 on; what does not fit, and what was not announced, takes memory for itself."
+    monkeypatch.setattr(module, "SLAB", slab)
+    rng = np.random.default_rng(8)
+    parts = [tensor(name, n, b, rng) for name in (*GPU_FORMATS, "F16") for n, b in ((33, 8), (70, 4))]
+    sizes = [slab_bytes(plane_shapes(p.type.name, *p.shape)) for p in parts]
+    parts.append(tensor("Q8_0", 40, 3, rng))
+    parts.insert(4, tensor("Q4_0", 3000, 40, rng))
+    with Uploader(sizes=sizes) as u:
+        done = [u.matrix(part) for part in parts]
+        u.finish()
+    same(parts, done)
+    taken = sorted((p.data.ptr, p.nbytes) for w in done for p in w.planes if p is not None)
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(taken)) and not u.slabs
+    if slab == 1 << 28: assert all((p.data.ptr - done[0].planes[0].data.ptr) % 512 == 0 for w in done[:4] for p in w.planes if p is not None)
 
 
 def test_one_tensor_is_sent_once(tmp_path):
     file, parts = mapped(tmp_path, np.random.default_rng(4))
-    u = Uploader([s.data for s in file.shards])
-    for part in (parts[0], parts[7], parts[8]): u.matrix(part)
-    assert u.slot == 0
-    u.matrix(parts[2])
-    assert u.slot == 1 and u.nbytes == sum(gpu_bytes(p.type.name, *p.shape) for p in (parts[0], parts[7], parts[8], parts[2]))
-    u.finish()
+    with Uploader([s.data for s in file.shards]) as u:
+        some = [parts[i] for i in (0, 7, 8, 2)]
+        for part in some: u.matrix(part)
+        u.finish()
+    assert u.sent == 2 and u.nbytes == sum(gpu_bytes(p.type.name, *p.shape) for p in some)
 
 
 def test_progress_and_a_wrong_shape():
