@@ -6,7 +6,7 @@
 __all__ = ['log', 'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'Flight', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #816b600f
+# %% ../nbs/43_engine.ipynb #84865811
 import logging
 import queue
 import threading
@@ -36,6 +36,7 @@ from .scripted import ScriptedModel, byte_tokenizer
 from .settings import MIN_ROWS, EngineConfig, blocks_that_fit, resolve, which_device
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer
 from .topk_gpu import Ask, Candidates, LogitRows
+from .upload import gpu_memory_held
 
 # %% ../nbs/43_engine.ipynb #6d7a17d5
 @dataclass(slots=True)
@@ -542,7 +543,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     name = file.metadata.get("general.name") or str(path).replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf")
     return Loaded(model, tokenizer, template, file.metadata, name, file), config
 
-# %% ../nbs/43_engine.ipynb #5e4b6dc6
+# %% ../nbs/43_engine.ipynb #b25e379a
 def _props(self) -> dict:
     "What is in effect, and what was assumed."
     notes = [*getattr(self.model_config, "notes", ()), *map(str, getattr(self.model, "notes", ()))]
@@ -561,7 +562,7 @@ def _stats(self) -> dict[str, int]:
             "num_kv_blocks": pool.num_blocks - 1, "num_free_kv_blocks": pool.num_free,
             "num_state_slots": states.num_slots if states else 0, "num_free_state_slots": states.num_free if states else 0,
             "num_windowed_kv_blocks": sum(g.num_blocks - 1 for g in pool.groups[1:]), "num_free_windowed_kv_blocks": sum(g.num_free for g in pool.groups[1:]),
-            **{f"host_cache_{name}": value for name, value in (pool.host.stats() if pool.host else {}).items()}}
+            "gpu_memory": gpu_memory_held() if self.config.device == "cuda" else 0, **{f"host_cache_{name}": value for name, value in (pool.host.stats() if pool.host else {}).items()}}
 
 def _slots(self) -> Future:               # of {"running": [one dict a request], "num_waiting", "num_kv_blocks", ...}
     "How far every running request is, all at the same moment; without their texts."

@@ -30,7 +30,7 @@ class Histogram:
         ends = [*(f"{b:g}" for b in self.bounds), "+Inf"]
         return [(end, below := below + n) for end, n in zip(ends, counts)]
 
-# %% ../nbs/42_metrics.ipynb #30dc5ac4
+# %% ../nbs/42_metrics.ipynb #82109a45
 SECONDS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1., 2., 5., 10., 20., 50., 100., 200.)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 HISTOGRAMS = {
@@ -65,7 +65,8 @@ GAUGES = {
     "kv_blocks_used": "Blocks that running requests hold",
     "state_slots": "Slots for the states of recurrent layers",
     "state_slots_used": "Slots that running requests hold",
-    "host_cache_bytes": "Bytes of blocks and states in host memory"}
+    "host_cache_bytes": "Bytes of blocks and states in host memory",
+    "gpu_memory_bytes": "Bytes that the server has taken from its GPU"}
 REASONS = ("stop", "length", "abort", "error")
 
 # %% ../nbs/42_metrics.ipynb #38cfadf6

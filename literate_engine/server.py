@@ -411,7 +411,7 @@ async def props(request: Request):
                   "defaults": {"temperature": 0, "max_tokens": {"chat": "the context", "completions": 16}}, "chat_template": template and template.source,
                   "unknown_model_names": "accepted; the reply names the model that answered"})
 
-# %% ../nbs/51_server.ipynb #4192800f
+# %% ../nbs/51_server.ipynb #2cf1421f
 @router.get("/metrics")
 async def metrics(request: Request):
     "Prometheus' page."
@@ -425,7 +425,7 @@ def _now(serving) -> dict:
     return {"num_requests_running": s["num_running"], "num_requests_waiting": s["num_waiting"], "kv_cache_usage_perc": blocks / max(s["num_kv_blocks"], 1),
             "kv_blocks": s["num_kv_blocks"], "kv_blocks_used": blocks, "state_slots": s["num_state_slots"], "state_slots_used": slots,
             "num_preemptions": s["num_preemptions"], "requests_submitted": s["num_submitted"], "requests_refused": s["num_refused"],
-            "client_disconnects": serving.num_disconnects, **{f"host_cache_{k}": s.get(f"host_cache_{k}", 0) for k in ("bytes", "hits", "evictions")}}
+            "client_disconnects": serving.num_disconnects, "gpu_memory_bytes": s["gpu_memory"], **{f"host_cache_{k}": s.get(f"host_cache_{k}", 0) for k in ("bytes", "hits", "evictions")}}
 
 @router.get("/slots")
 async def slots(request: Request):

@@ -6,7 +6,7 @@
 __all__ = ['HELD_ON_GPU', 'PACK', 'PIECE', 'RING', 'SLAB', 'WORKERS', 'SPARE', 'PAGE', 'RESERVE', 'held_on_gpu',
            'held_blocks_gpu', 'plane_shapes', 'gpu_bytes', 'pack_call', 'populate', 'stage', 'Slot', 'Piece', 'Stager',
            'Uploader', 'slab_bytes', 'upload', 'MemoryPlan', 'weight_bytes', 'step_bytes', 'memory_plan',
-           'choose_device', 'gpu_facts', 'gpu_ceilings']
+           'choose_device', 'gpu_facts', 'gpu_memory_held', 'gpu_ceilings']
 
 # %% ../nbs/18_upload.ipynb #66667299
 import contextlib, ctypes, math, mmap, queue, sys, threading
@@ -421,7 +421,7 @@ def _longest(kv_bytes, kv_type, limit, left):
         low, high = (mid, high) if kv_bytes(16*mid, kv_type) <= left else (low, mid - 1)
     return 16*low
 
-# %% ../nbs/18_upload.ipynb #e8a9ec59
+# %% ../nbs/18_upload.ipynb #6815d644
 def choose_device(need: int = 0) -> tuple[str, str]:         # bytes that the model needs at least -> "cuda" or "cpu", and why
     "What `auto` means on this machine."
     try: d = device()
@@ -444,6 +444,10 @@ def gpu_facts(measure: bool = True) -> tuple[list[dict], str]:    # one dict a G
                           "emulated": d.name == "emulated"})
     if measure and first.name != "emulated": found[0] |= gpu_ceilings()
     return found, ""
+
+def gpu_memory_held() -> int:
+    "Bytes that this process has taken from the current GPU for arrays."
+    return cupy().get_default_memory_pool().total_bytes()
 
 def _version(n): return f"{n//1000}.{n%1000//10}"
 

@@ -27,6 +27,15 @@ def emulated_gpu(monkeypatch):
         except CudaError as e: pytest.skip(str(e))
 
 
+@pytest.fixture
+def real_gpu():
+    "A GPU that is not emulated, for what would take the emulator hours."
+    from literate_engine.cuda import CudaError, device
+    if os.environ.get("LITERATE_GPU"): pytest.skip("the GPU is emulated")
+    try: return device()
+    except CudaError as e: pytest.skip(str(e))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

@@ -219,39 +219,45 @@ def test_glm4(tmp_path):
         if options.get("device") != "ref": assert all((prompt_logits(model, ids, chunk) == logits).all() for chunk in (7, 1))
         model.close()
 
+MODES = {"ref": dict(device="ref"), "float32": dict(device="cpu", activations="float32", num_threads=2), "int8": dict(device="cpu", num_threads=2), "cuda float32": dict(device="cuda", activations="float32"),
+         "cuda int8": dict(device="cuda")}
+
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("mode", ["ref", "float32", "int8"])
+@pytest.mark.parametrize("mode", MODES)
 def test_real_model(name, mode, request):
-    path = request.getfixturevalue(name)
-    options = dict(device="ref") if mode == "ref" else dict(activations=mode, num_threads=2)
-    model = Model(path, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512, **options)
+    if "cuda" in mode: request.getfixturevalue("real_gpu")
+    path, int8 = request.getfixturevalue(name), "int8" in mode
+    model = Model(path, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512, **MODES[mode])
     cases = json.loads((data_dir()/"fixtures/real"/REAL[name]).read_text())["prompts"]
     for case in cases:
         top = case["f32"]["top20"]
         steps = 48 if mode != "ref" else 8 if len(case["ids"]) < 100 else 1         # NumPy takes a while
         chosen, logits = greedy(model, case["ids"], steps)
-        assert rel_err(logits[top["ids"]], np.array(top["logits"])) < (5e-2 if mode == "int8" else 1e-4), case["name"]
+        assert rel_err(logits[top["ids"]], np.array(top["logits"])) < (5e-2 if int8 else 1e-4), case["name"]
         for n, (g, w) in enumerate(zip(chosen, case["f32"]["greedy"])):
             if g != w:
                 gap = case["f32"]["gap"][n]
-                assert gap < (GAP[name] if mode == "int8" else 1e-3), (case["name"], n, gap)
+                assert gap < (GAP[name] if int8 else 1e-3), (case["name"], n, gap)
                 break
     model.close()
 
 def log_softmax(x): return x - np.logaddexp.reduce(x.astype(np.float64), axis=-1, keepdims=True)
 
 @pytest.mark.parametrize("name, known", [("smollm2", "smollm2"), ("gemma3", "gemma3-270m")])
-def test_int8_quality(name, known, request):
-    "What rounding activations to 8 bits costs, in KL to our float32 mode, against what it costs llama.cpp on the same file and text"
+@pytest.mark.parametrize("device, chunk", [("cpu", 64), ("cuda", 1), ("cuda", 16), ("cuda", 64)])
+def test_int8_quality(device, chunk, name, known, request):
+    "What rounding activations to 8 bits costs, in KL to our float32 mode, against what it costs llama.cpp on the same file and text; on a GPU in the steps that do round, and in those of float16"
+    if device == "cuda": request.getfixturevalue("real_gpu")
     path, peer = request.getfixturevalue(name), json.loads((data_dir()/"quality/llama_cpp.json").read_text())
     with GGUFFile(path) as file: ids = Tokenizer.from_gguf(file).encode((data_dir()/"quality/text.txt").read_text())[:peer["positions"]]
     logits = {}
     for activations in ("float32", "int8"):
-        model = Model(path, activations=activations, max_model_len=512, max_num_seqs=16, num_threads=2)
-        logits[activations] = log_softmax(prompt_logits(model, ids))
+        model = Model(path, device=device, activations=activations, max_model_len=512, max_num_seqs=16, num_threads=2)
+        logits[activations] = log_softmax(prompt_logits(model, ids, chunk))
         model.close()
     kl = (np.exp(logits["float32"])*(logits["float32"] - logits["int8"])).sum(-1).mean()
     assert len(ids) == peer["positions"] >= 320
+    print(f"{name} on {device}, steps of {chunk}: mean KL {kl:.6f}, llama.cpp's {peer['models'][known]['peer_mean_kl']}")
     assert kl < 1.1*peer["models"][known]["peer_mean_kl"], kl
 
 @pytest.mark.parametrize("kv_type, kv_type_v, limit", [("f16", "f16", 1e-5), ("q8_0", "q8_0", 2e-3), ("q8_0", "q4_0", 3e-2)])
