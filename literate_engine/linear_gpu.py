@@ -174,7 +174,7 @@ def part_rows(m: int) -> int:
     "Rows that one launch multiplies: what the tensor cores take 8, 16 or 32 at a time, or one."
     return 1 if m == 1 else 8 if m <= 8 else 16 if m <= 16 else 32
 
-# %% ../nbs/14_linear_gpu.ipynb #d82cc8fc
+# %% ../nbs/14_linear_gpu.ipynb #2e898533
 def _names(arch: int) -> list[str]:
     "Every instance of linear.cu that `plans` may choose on this architecture."
     out = ["quantize_act<false>", "quantize_act<true>", "gemv_v0", *(f"linear_16<{t}, {c}, {r}, {u}>" for t in HALVES for c, r, u in WHOLE)]
@@ -186,7 +186,7 @@ def _names(arch: int) -> list[str]:
 
 GEMV = ((1, 4, 1, 4), (1, 4, 1, 3), (1, 2, 2, 2), (1, 1, 4, 1), (4, 1, 1, 1))     # columns, rows of a warp, groups in flight, blocks of 256 on a multiprocessor
 WHOLE = ((1, 1, 4), (4, 2, 1), (4, 4, 1), (8, 2, 1), (8, 4, 1))              # columns, rows of a warp, loads in flight, for 16-bit weights
-OWN = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))
+OWN = ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 1, 4))
                                                                            # rows of a warp, groups of a lane, units of the row that a warp prepares, where every block prepares the row of x itself
 MMA = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))                     # tiles of 8 columns, of 16 rows
 LINEAR = CudaModule("linear.cu", _names)

@@ -12,7 +12,7 @@ from literate_engine.linear import ACT_OF, linear_int8_ref, linear_ref
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, LINEAR, plans, prepare, quantize_act_gpu, to_gpu
 from literate_engine.quants import QUANT_TYPES, dequantize, quantize
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.usefixtures("emulated_gpu"), pytest.mark.skipif(os.environ.get("LITERATE_GPU") == "", reason="a real GPU, which such mistakes would harm")]
 rng = np.random.default_rng(0)
 
 

@@ -1,5 +1,6 @@
 """The engine on a GPU, in the emulator where there is none: tiny models of every architecture with dense attention against logits from independent implementations, the gates of equality, and
 what a launched step may not do."""
+import gc
 import logging
 import queue
 
@@ -10,6 +11,7 @@ from literate_engine import LLM, EngineConfig, SamplingParams
 from literate_engine.blocks import CacheHandle
 from literate_engine.config import ModelConfig
 from literate_engine.core import fixture, rel_err
+from literate_engine.cuda import cupy
 from literate_engine.gguf import GGUFFile
 from literate_engine.model import Model, prompt_logits
 from literate_engine.program_gpu import Bucket, bucket, fuse_attention, fuse_store
@@ -180,10 +182,29 @@ def test_what_does_not_run_is_refused():
 
 
 def test_too_little_memory_is_told_before_the_load(monkeypatch):
-    from literate_engine.cuda import cupy
     monkeypatch.setattr(cupy().cuda.runtime, "memGetInfo", lambda: (300 << 20, 1 << 33))
     with pytest.raises(ValueError, match=r"not enough memory on the GPU: needs .*weights .*; free .*; fewer max_num_batched_tokens would be needed"):
         LLM(fixture("llama.gguf"), device="cuda", max_model_len=2048, max_num_batched_tokens=65536)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4ple"])
+def test_a_closed_model_gives_its_memory_back(name):
+    "At once, whoever still holds the closed model: nothing waits for the garbage collector"
+    ids, used = list(range(3, 40)), cupy().get_default_memory_pool().used_bytes
+    gc.collect()
+    before = used()
+    gc.disable()
+    try:
+        model = load(name)
+        for chunk in (1, 9, 37): prompt_logits(model, ids, chunk)
+        assert used() > before + sum(w.matrix.nbytes for w in model.program.weights()) and len(model.program.steps) > 2
+        model.close()
+        assert used() == before
+        with LLM(fixture(f"{name}.gguf"), device="cuda", max_model_len=96, max_num_seqs=4) as llm:
+            for p in (SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1, top_k=20, seed=1)): llm.generate([ids, ids[:5]], p, progress=False)
+            assert used() > before
+        assert used() == before
+    finally: gc.enable()
 
 
 def test_a_store_is_joined_with_the_rotation_before_it():

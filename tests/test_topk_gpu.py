@@ -1,6 +1,5 @@
 """Selection on the GPU against sorting, in the emulator where there is no GPU: unkind rows, masks, odd vocabularies; samplers that go on from candidates write what they write from whole rows."""
-import importlib.util
-import shutil
+import os
 
 import numpy as np
 import pytest
@@ -10,13 +9,8 @@ from literate_engine.cuda import Graph, cupy
 from literate_engine.sampling import Sampler, SamplingParams
 from literate_engine.topk_gpu import Ask, Selection, mask_words, topk_gpu, topk_ref
 
-EMULATED = importlib.util.find_spec("cupy") is None
-pytestmark = pytest.mark.skipif(EMULATED and not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the emulator needs a C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    if EMULATED: monkeypatch.setenv("LITERATE_GPU", "emulated")
+EMULATED = os.environ.get("LITERATE_GPU", "emulated") != ""                # as the fixture decides
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 
 def unkind(n, rng):

@@ -1,7 +1,7 @@
 """Weights on the GPU, in the emulator where there is none: the planes of chapter 14 byte for byte, from maps and from arrays; what cannot be pinned; what does not fit; which device."""
 import importlib.util
 import itertools
-import shutil
+import os
 import threading
 
 import numpy as np
@@ -14,13 +14,8 @@ from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
 from literate_engine.quants import QUANT_TYPES, QuantTensor, dequantize
 from literate_engine.upload import Uploader, choose_device, gpu_bytes, gpu_facts, held_blocks_gpu, held_on_gpu, memory_plan, plane_shapes, slab_bytes, upload, weight_bytes
 
-EMULATED = importlib.util.find_spec("cupy") is None
-pytestmark = pytest.mark.skipif(EMULATED and not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the emulator needs a C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    if EMULATED: monkeypatch.setenv("LITERATE_GPU", "emulated")
+EMULATED = os.environ.get("LITERATE_GPU", "emulated") != ""                # as the fixture decides
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 
 def tensor(name, n, blocks, rng):
@@ -254,7 +249,7 @@ def test_weight_bytes():
     assert weight_bytes(parts) == sum(w.nbytes for w in upload(parts[:3])[0]) + 40
 
 
-@pytest.mark.skipif(not EMULATED, reason="there is CuPy")
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="there is CuPy")
 def test_which_device(monkeypatch):
     assert choose_device() == ("cpu", "the GPU is emulated, which is for tests: it has to be asked for by name")
     gpu, = gpu_facts()[0]
