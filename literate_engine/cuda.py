@@ -159,7 +159,7 @@ def device() -> Device:
     try: return _device(cp.cuda.runtime.getDevice())
     except cp.cuda.runtime.CUDARuntimeError as e: raise CudaError(f"no GPU that can be used: {e}") from None
 
-# %% ../nbs/11_cuda.ipynb #7588c954
+# %% ../nbs/11_cuda.ipynb #63c9d4c7
 MODULES = {}                                          # file -> CudaModule: what the tests compile
 
 class CudaModule:
@@ -197,7 +197,7 @@ class Kernel:
     def function(self):
         "The driver's handle, loaded on the current GPU; an EmulatedKernel where one is emulated."
         d = device()
-        key = d.index, d.arch
+        key = d.index, d.name, d.arch
         with self._lock:
             if key not in self._loaded: self._loaded[key] = EmulatedKernel(self.module.source, self.name, d.arch, self.module.options) if emulated_arch() else self._load(d.arch)
         return self._loaded[key]
