@@ -2,8 +2,9 @@
 // A layer keeps keys and values apart, [block][head][16 positions][numbers]; with scales, a head of a block is [16][codes] and then float16 [groups of 32][16].
 // Rows: the query heads of a KV head, of one or more tokens: row r is token r / G, head r % G of the G that share the KV head.
 //   attention_split  tensor cores; few rows, a warp has 16 positions at a time and the next ones on their way; the pieces of a long context go to different blocks
+//   rope_attention   the same for steps of one token a sequence, from rows as the products left them: rope_store and attention_split in one
 //   attention_tile   tensor cores; 64 or 128 rows that share keys and values in shared memory
-//   attention_exact  float32, any type of cache, any width, any architecture: both of the above, slower
+//   exact_split, exact_tile   float32, any type of cache, any width, any architecture: attention_split and attention_tile, slower
 // Scores are kept as powers of two; a row's sum is taken in an order that depends on its position alone.
 #include "heads.cuh"
 
@@ -309,16 +310,16 @@ struct Paged {
   float* out; const char *k, *v; int* counters; float *ml, *sums; const int *seq_lens, *block_table; const float* sinks; int max_blocks, max_splits, least, most, n_head, n_head_kv, dk, dv, window; float scale, softcap;
 };
 // Queries that have been turned
-struct Turned { const float* q; const int* query_start_loc; int pitch, few; };
+struct Turned { static constexpr bool RAW = false; const float* q; const int* query_start_loc; int pitch, few; };
 // Queries, keys and values of one new token of each sequence as the products left them: normalised, turned and stored here
-struct Raw { const float *q, *k, *v; const int *positions, *slot_mapping; const float *table, *q_norm, *k_norm, *v_norm; float eps, v_eps; int dim, q_pitch, k_pitch, v_pitch; };
+struct Raw { static constexpr bool RAW = true; const float *q, *k, *v; const int *positions, *slot_mapping; const float *table, *q_norm, *k_norm, *v_norm; float eps, v_eps; int dim, q_pitch, k_pitch, v_pitch; };
 
 // Scores S^T = K Q^T and sums O^T = V^T P^T of 8 rows: positions, and then numbers of a value, are the 16 rows of the instruction, the 8 query rows its columns.
 // Warp w takes blocks w, w + WARPS, ... of a piece, STAGES of them on their way, over the ends of pieces. Blocks of the cache that no kernel of this step writes are asked for before the wait.
 // WHOLE: heads are D wide. Raw queries: the newest position is not read from the cache, it is a part of its own (settle), and all that is read from the cache is read before the wait.
 template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES, class Queries>
 __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
-  constexpr int C = D / 32; constexpr bool OWN = sizeof(Queries) == sizeof(Raw);
+  constexpr int C = D / 32; constexpr bool OWN = Queries::RAW;
   extern __shared__ __align__(16) float red[];                        // [WARPS][8 rows][dv + 1]; then the warps' rings; then, if they are made here, 8 queries, a key and a value in float16
   __shared__ float tops[WARPS + 1][ROWS8], totals[WARPS + 1][ROWS8];
   pdl_trigger();
@@ -352,7 +353,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
       if (next.i - from == 32) { from = next.i; id = ids(next, from); }
       size_t block = (size_t)__shfl_sync(~0u, id, next.i - from) * n_head_kv; int p = (next.base + WARPS * next.i) * 16;
       {
-        Unwritten bytes;                                              // or after the wait
+        Unwritten bytes;                                              // blocks that the step does not write; those that it does are asked for after the wait
         Keys<KT, D>::fetch(slot, k_at + block * k_head, dk, g, t, OWN ? next.hi - p : 16);
         Values<VT, D>::fetch(slot + k_bytes, v_at + block * v_head, dv, g, t, next.lo - p, next.hi - p);
       }

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'PROGRAM', 'ACT_NAMES', 'BUILD', 'GpuVector', 'GpuWeight', 'GpuWeights',
            'GpuRecorder', 'readers', 'fuse_norms', 'fuse_rope', 'fuse_store', 'fuse_attention', 'merge_linears',
-           'fuse_sums', 'own_rows', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep', 'profile_gpu',
-           'work_gpu']
+           'fuse_sums', 'own_rows', 'fuse', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep',
+           'profile_gpu', 'work_gpu']
 
 # %% ../nbs/30_program_gpu.ipynb #d9f6e22f
 from collections.abc import Callable
@@ -210,6 +210,13 @@ def own_rows(code: list[Instruction], keep=()) -> dict[Value, Instruction | None
         for r in who: r.access = [*r.access, *((v, "all", False) for v in needs)]
     return out
 
+# %% ../nbs/30_program_gpu.ipynb #4a50be6d
+def fuse(code: list[Instruction], keep=()) -> list[Instruction]:
+    "A recorded forward with neighbours joined; the values in `keep` stay as they are, for others read them"
+    code = fuse_rope(code)
+    for one in (fuse_store, fuse_attention, fuse_sums, fuse_norms, merge_linears): code = one(code, keep)
+    return code
+
 # %% ../nbs/30_program_gpu.ipynb #65d8029b
 def bucket(n: int, most: int) -> int:
     "The number of rows that a step of n is padded to: 1, 2, 4, 8, then a quarter of the next power of two at a time"
@@ -274,7 +281,7 @@ class StepArrays:
         for n, size in self.tiles.items(): put(f"tiles{n}", attention_tiles(b.query_start_loc[:b.num_seqs + 1], b.seq_lens[:b.num_seqs], n, size).reshape(-1))
         return host
 
-# %% ../nbs/30_program_gpu.ipynb #5f877d0a
+# %% ../nbs/30_program_gpu.ipynb #87e4315f
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -282,7 +289,7 @@ class GpuProgram:
         self.sources = {i.out: i.source for i in recorder.code if i.out is not None and i.source is not None}
         if missing := sorted({i.op for i in recorder.code} - set(BUILD)): raise CudaError(f"no GPU kernel yet for {', '.join(missing)}: device='cpu' runs this model")
         self.kept = (logits, *keep)
-        self.code = merge_linears(fuse_norms(fuse_sums(fuse_attention(fuse_store(fuse_rope(recorder.code), self.kept), self.kept), self.kept), self.kept), self.kept)
+        self.code = fuse(recorder.code, self.kept)
         self.read, self.own = readers(self.code), own_rows(self.code, self.kept)
         self.last, self.rooms = {v: n for n, i in enumerate(self.code) for v in i.reads()}, {}      # who reads a value last; buffers for other forms of values
         self.layers = [i.operands[-2] for i in self.code if i.op in ("attention", "rope_attention")]

@@ -108,7 +108,7 @@ def test_variations(types):
 
 
 def test_very_long_contexts_have_bounded_pieces():
-    "Past 16,384 positions pieces grow. Most of the context is one block over and over."
+    "In long contexts pieces grow. Most of the context is one block over and over."
     spec, n = Layer(1, 1, 16, 16), 40001
     cache, rng = KVCacheGpu([spec], 40), np.random.default_rng(0)
     k, v = (rng.standard_normal((640, 16)).astype(np.float32) for _ in "kv")
