@@ -47,7 +47,6 @@ INLINE uint2 shared8(u32 p) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [
 INLINE u32 shared4(u32 p) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory"); return v; }
 INLINE u16 shared2(u32 p) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p) : "memory"); return v; }
 INLINE void store_shared16(u32 p, uint4 v) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
-INLINE void store_shared8(u32 p, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(p), "r"(v.x), "r"(v.y) : "memory"); }
 INLINE void store_shared4(u32 p, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
 
 INLINE u32 lane_id() { u32 v; asm("mov.u32 %0, %%laneid;" : "=r"(v)); return v; }
@@ -71,9 +70,8 @@ INLINE u16 float_bf16(float f) {                // to nearest, halves to even
 INLINE u32 float2_bf162(float lo, float hi) { return float_bf16(lo) | (u32)float_bf16(hi) << 16; }
 #endif
 
-// 2^x, log2(x), 1/x and 1/sqrt(x) to about 2 ulp, one instruction each; subnormals are zero
+// 2^x, 1/x and 1/sqrt(x) to about 2 ulp, one instruction each; subnormals are zero
 INLINE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-INLINE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 INLINE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 INLINE float rsqrt_approx(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
@@ -180,7 +178,6 @@ INLINE uint2 shared8(u32 p) { return *emu::shared<uint2>(p); }
 INLINE u32 shared4(u32 p) { return *emu::shared<u32>(p); }
 INLINE u16 shared2(u32 p) { return *emu::shared<u16>(p); }
 INLINE void store_shared16(u32 p, uint4 v) { *emu::shared<uint4>(p) = v; }
-INLINE void store_shared8(u32 p, uint2 v) { *emu::shared<uint2>(p) = v; }
 INLINE void store_shared4(u32 p, u32 v) { *emu::shared<u32>(p) = v; }
 
 INLINE u32 lane_id() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z) & 31; }
@@ -196,7 +193,6 @@ INLINE u32 float2_half2(float lo, float hi) { return float_half(lo) | (u32)float
 INLINE u16 float_bf16(float f) { u32 u = __float_as_uint(f); return f != f ? 0x7fff : (u16)((u + 0x7fff + (u >> 16 & 1)) >> 16); }
 INLINE u32 float2_bf162(float lo, float hi) { return float_bf16(lo) | (u32)float_bf16(hi) << 16; }
 INLINE float exp2_approx(float x) { return exp2f(x); }
-INLINE float log2_approx(float x) { return log2f(x); }
 INLINE float rcp_approx(float x) { return 1 / x; }
 INLINE float rsqrt_approx(float x) { return rsqrtf(x); }
 

@@ -18,7 +18,7 @@ from .emulator import SHARED
 from .kvcache import KV_TYPES, KVCache, _parts, is_quantised, kv_bytes_per_block, kv_row_bytes
 from .ops_gpu import _numbers, _vector
 
-# %% ../nbs/26_attention_gpu.ipynb #ecb84324
+# %% ../nbs/26_attention_gpu.ipynb #df209810
 class KVCacheGpu:
     "Keys `k[layer]` and values `v[layer]` on the GPU, axis 0 is the block: numbers [block, head_kv, 16, head_dim], or bytes [block, head_kv, 16 rows of codes and then 16 scales of each group]."
     def __init__(self,
@@ -55,15 +55,10 @@ class KVCacheGpu:
     def store(self, layer: int, k: np.ndarray, v: np.ndarray, slot_mapping) -> None:
         "Write the keys and values of n tokens from host memory into their slots."
         cp = cupy()
-        step, kv = _Step(cp.asarray(np.asarray(slot_mapping, np.int32))), _Layer(self, layer)
+        step, kv = SimpleNamespace(slot_mapping=cp.asarray(np.asarray(slot_mapping, np.int32))), SimpleNamespace(cache=self, index=layer)
         for launch in prepare_kv_store(*(cp.asarray(np.ascontiguousarray(x, np.float32)) for x in (k, v)), kv, step): launch()
 
-# %% ../nbs/26_attention_gpu.ipynb #4572fdc1
-class _Step:
-    def __init__(self, slot_mapping): self.slot_mapping = slot_mapping
-class _Layer:
-    def __init__(self, cache, index): self.cache, self.index = cache, index
-
+# %% ../nbs/26_attention_gpu.ipynb #07f403ee
 def _block_places(self, group: int = 0):
     "(on the GPU: address, bytes of a row and its place in the buffer, for each array of a group; a buffer for one block)"
     if group not in self._places:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY', 'RAISE', 'GEMM', 'WGMMA', 'GEMM_PLANS', 'columns_of_places', 'half_act_ref', 'bf16_ref', 'act_for', 'HalfActs',
            'half_buffers', 'prepare_half_acts', 'new_half_acts', 'half_act_values', 'half_weights_ref', 'GemmPlan',
-           'gemm_plans', 'prepare_gemm', 'gemm_gpu', 'tune_gemm', 'gemm_ref']
+           'gemm_plans', 'PartSums', 'prepare_gemm', 'gemm_gpu', 'tune_gemm', 'gemm_ref']
 
 # %% ../nbs/16_gemm_gpu.ipynb #23743155
 from dataclasses import dataclass
@@ -159,13 +159,27 @@ def _guess(p: GemmPlan, w: GpuMatrix, m: int, d: Device) -> float:
     work = max(p.rows*p.tokens*(1.5 if wide else 2.6), 106*p.rows*weight, 86*(p.rows*weight + 2*p.tokens*(1 + (m <= 32 and w.type in HALVES))))/p.splits
     return rounds*p.blocks*work*(1 + 0.3*idle + 0.02*(p.stages < 3)) + (p.splits > 1)*(1300 + 0.002*p.splits*m*w.n)*4096/w.k
 
-# %% ../nbs/16_gemm_gpu.ipynb #a4d9737f
+# %% ../nbs/16_gemm_gpu.ipynb #beab09bf
 GEMM_PLANS = {}                                                            # (device, type, n, k, rows of x up to a whole tile) -> GemmPlan
 
 def _key(w: GpuMatrix, m: int, d: Device) -> tuple: return d.name, w.type, w.n, w.k, -(-m//64)*64 if m > 32 else 32 if m > 16 else 16
 
-def prepare_gemm(a: HalfActs, w: GpuMatrix, y, plan: GemmPlan | None = None, add=None, bias=None) -> list[Launch]:
-    "The launches that compute y [m, n] = x W^T; with bias and `add` as in chapter 14."
+class PartSums:
+    "Memory for the parts of sums where blocks share the columns: one serves all products that follow each other on a stream."
+    def __init__(self): self.array = None
+    def of(self, size: int): # float32 [at least size] on the GPU
+        if self.array is None or self.array.size < size: self.array = cupy().empty(size, np.float32)      # launches that have the old one keep it
+        return self.array
+
+def prepare_gemm(
+    a: HalfActs,
+    w: GpuMatrix,
+    y,                    # float32 [m, n] on the GPU
+    plan: GemmPlan | None = None,
+    add=None, bias=None,  # as in chapter 14
+    parts: PartSums | None = None,         # None: memory of these launches alone
+) -> list[Launch]:
+    "The launches that compute y = x W^T."
     want = "BF16" if w.type == "BF16" else "F16"
     if a.type != want: raise ValueError(f"{w.type} takes {want} activations, got {a.type}")
     if a.k != w.k: raise ValueError(f"activations have {a.k} columns, the {w.type} matrix {w.k}")
@@ -174,17 +188,10 @@ def prepare_gemm(a: HalfActs, w: GpuMatrix, y, plan: GemmPlan | None = None, add
     p = plan or GEMM_PLANS.get(_key(w, a.m, d)) or gemm_plans(w, a.m, d)[0]
     laid = 8*a.xh.shape[2]
     if laid % p.tokens or a.m <= 32 and laid != p.tokens: raise ValueError(f"{a.m} rows of activations are laid out for tiles of {min(laid, 128)}, the plan wants {p.tokens}")
-    extra, to = sum_args(y, w.n, add, bias), y if p.splits == 1 else _room(p.splits*a.m*w.n)
+    extra, to = sum_args(y, w.n, add, bias), y if p.splits == 1 else (parts or PartSums()).of(p.splits*a.m*w.n)
     args = [*w.planes, a.xh, a.xs, to, *(extra if p.splits == 1 else [None, None, 1.0]), w.n, a.m, w.groups, w.planes[0].shape[1]//16 if w.type in HALVES else 0, a.xh.shape[1]*a.xh.shape[2], p.stages]
     out = [Launch((WGMMA if p.kernel.startswith("gemm_wgmma") else GEMM)[p.kernel], (-(-a.m//p.tokens), -(-w.n//p.rows), p.splits), p.threads, args, shared=p.shared, pdl=True)]
     return out if p.splits == 1 else out + [Launch(GEMM["sum_parts"], -(-a.m*w.n//1024), 256, [to, y, *extra, w.n, a.m*w.n, p.splits], pdl=True)]
-
-_ROOM = {}                                                                 # device -> float32 array for parts of sums: products follow each other, so one serves all
-
-def _room(size: int):
-    d = device().index, device().name
-    if d not in _ROOM or _ROOM[d].size < size: _ROOM[d] = cupy().empty(size, np.float32)    # launches that have the old one keep it
-    return _ROOM[d]
 
 def gemm_gpu(x, w: GpuMatrix, out=None):
     "x W^T on the GPU: x [m, k] float32 -> [m, n] float32, with the activations that act_for names."
@@ -195,7 +202,7 @@ def gemm_gpu(x, w: GpuMatrix, out=None):
     for launch in launches + prepare_gemm(a, w, y): launch()
     return y
 
-# %% ../nbs/16_gemm_gpu.ipynb #c58c9ab6
+# %% ../nbs/16_gemm_gpu.ipynb #1b8f2e3c
 def tune_gemm(
     ws: list[GpuMatrix],  # matrices of one shape and type: several, so that they do not stay in the cache
     m: int,               # rows
@@ -206,9 +213,9 @@ def tune_gemm(
     cp, d, w = cupy(), device(), ws[0]
     a, launches = new_half_acts(cp.random.standard_normal((m, w.k), dtype=np.float32), "BF16" if w.type == "BF16" else "F16")
     for launch in launches: launch()
-    y, choices = cp.empty((m, w.n), np.float32), gemm_plans(w, m, d)[:most]
+    y, choices, parts = cp.empty((m, w.n), np.float32), gemm_plans(w, m, d)[:most], PartSums()
     def graph(p):
-        steps = [one for v in ws for one in prepare_gemm(a, v, y, p)]
+        steps = [one for v in ws for one in prepare_gemm(a, v, y, p, parts=parts)]
         return Graph(lambda: [one() for one in steps])
     t = {p: float(np.median(v))/len(ws) for p, v in bench_gpu({p: graph(p) for p in choices}, runs=runs).items()}
     best = GEMM_PLANS[_key(w, m, d)] = min(t, key=t.get)

@@ -8,7 +8,7 @@ __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'PROGRAM', 'ACT_NAMES', '
            'fuse_sums', 'own_rows', 'fuse', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep',
            'profile_gpu', 'work_gpu']
 
-# %% ../nbs/30_program_gpu.ipynb #d9f6e22f
+# %% ../nbs/30_program_gpu.ipynb #2990ea62
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ import numpy as np
 
 from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store, prepare_rope_attention, prepare_rope_store, takes_raw, tile_tokens
 from .cuda import CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
-from .gemm_gpu import HalfActs, act_for, half_buffers, prepare_gemm, prepare_half_acts
+from .gemm_gpu import HalfActs, PartSums, act_for, half_buffers, prepare_gemm, prepare_half_acts
 from .kvcache import kv_bytes_per_block
 from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
 from .ops import ACTS
@@ -281,7 +281,7 @@ class StepArrays:
         for n, size in self.tiles.items(): put(f"tiles{n}", attention_tiles(b.query_start_loc[:b.num_seqs + 1], b.seq_lens[:b.num_seqs], n, size).reshape(-1))
         return host
 
-# %% ../nbs/30_program_gpu.ipynb #87e4315f
+# %% ../nbs/30_program_gpu.ipynb #c5369b4b
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -313,7 +313,7 @@ class GpuProgram:
         self.stream, c = cp.cuda.Stream(non_blocking=True), self.cache
         self.buffers = [cp.zeros(size//4, np.float32) for size in self.sizes]           # rows that only fill a bucket are read: what lies there must be numbers
         self.max_len = self.batch.max_blocks_per_seq*c.block_size
-        self.scratch = AttentionScratch(self.layers, self.batch.max_num_seqs, self.max_len)
+        self.scratch, self.parts = AttentionScratch(self.layers, self.batch.max_num_seqs, self.max_len), PartSums()
         self.tile_sizes = sorted({tile_tokens(l, c.kv_type, c.kv_type_v, device().arch) for l in self.layers})
         self.best, self.turn = cp.zeros(self.max_outs, np.int32), 0                     # ids of the last step's best tokens
         self.answers = [(pinned(self.max_outs), cp.cuda.Event(disable_timing=True)) for _ in range(2)]
@@ -370,20 +370,20 @@ class GpuProgram:
     def close(self) -> None:
         "Wait for what still runs, and give the memory back"
         if self.stream: self.stream.synchronize()
-        self.steps, self.buffers, self.scratch, self.answers, self.tables, self.rooms = {}, [], None, [], {}, {}
+        self.steps, self.buffers, self.scratch, self.parts, self.answers, self.tables, self.rooms = {}, [], None, None, [], {}, {}
         self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
         cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #6be01ffa
+# %% ../nbs/30_program_gpu.ipynb #13724fbe
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
         self.program, self.shape, self.arrays, self.launches, self.acts = program, shape, StepArrays(program.batch, shape, program.tile_sizes), [], {}
         self.numbers, self.selection, self.free = self.arrays.groups[0], None, {}
         self.small = {v for v in program.own if self.rows(v) == 1 and all(self.takes_row(r.operands[2]) for r in program.read[v])}          # rows that products prepare
-        for self.at, i in enumerate(program.code):
-            if i.out is None or i.out not in self.small or program.own[i.out] is None: self.launches += [(self.at, launch) for launch in BUILD[i.op](self, *i.operands)]
-            for v, kind in [key for key in self.acts if program.last[key[0]] == self.at]: self.free[kind, self.rows(v), v.width].append(self.acts.pop((v, kind)))
+        for at, i in enumerate(program.code):
+            if i.out is None or i.out not in self.small or program.own[i.out] is None: self.launches += [(at, launch) for launch in BUILD[i.op](self, *i.operands)]
+            for v, kind in [key for key in self.acts if program.last[key[0]] == at]: self.free[kind, self.rows(v), v.width].append(self.acts.pop((v, kind)))
         selection = Selection(self.array(program.logits), 1, program.n_token, into=program.best)
         take = Launch(PROGRAM["take_tokens"], -(-shape.tokens//256), 256, [self.numbers.token_ids, self.numbers.sources, program.best, shape.tokens], pdl=True)
         self.launches = [(None, take), *self.launches, *((None, launch) for launch in selection.launches)]
@@ -452,7 +452,7 @@ class GpuStep:
         tables = self.program.tables
         return tables.get(id(values)) or tables.setdefault(id(values), (cupy().asarray(values), values))
 
-# %% ../nbs/30_program_gpu.ipynb #35dd5ef6
+# %% ../nbs/30_program_gpu.ipynb #f2d45c3b
 def _acts(step: GpuStep, x: Value, kind: str):
     "(x in the form that a product wants, the launches that make it); made once for all products that read x"
     if x in step.small: return step.own_row(x), []
@@ -464,8 +464,9 @@ def _acts(step: GpuStep, x: Value, kind: str):
 def _linear(step, out, x, w, bias, stream=None, scale=1.0):
     kind = step.kind(w, step.rows(x))
     acts, launches = _acts(step, x, kind)
-    add = None if stream is None else (step.array(stream), scale)
-    return launches + (prepare_gemm if kind in HALVES else prepare)(acts, w.matrix, step.array(out), add=add, bias=None if bias is None else bias.device)
+    more = {"add": None if stream is None else (step.array(stream), scale), "bias": None if bias is None else bias.device}
+    if kind in HALVES: return launches + prepare_gemm(acts, w.matrix, step.array(out), parts=step.program.parts, **more)
+    return launches + prepare(acts, w.matrix, step.array(out), **more)
 
 def _rms_norm(step, out, x, w, eps, rows=None):
     if w.group < out.width: return prepare_rms_norm(step.array(out), step.array(x), w.device, eps)          # of each head

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from literate_engine.cuda import call, cupy, device
-from literate_engine.gemm_gpu import GEMM_PLANS, WGMMA, act_for, gemm_gpu, gemm_plans, gemm_ref, half_act_ref, half_act_values, half_weights_ref, new_half_acts, prepare_gemm, tune_gemm
+from literate_engine.gemm_gpu import GEMM_PLANS, WGMMA, PartSums, act_for, gemm_gpu, gemm_plans, gemm_ref, half_act_ref, half_act_values, half_weights_ref, new_half_acts, prepare_gemm, tune_gemm
 from literate_engine.linear import linear_ref
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu, to_gpu
 from literate_engine.quants import QUANT_TYPES, dequantize, quantize
@@ -141,6 +141,15 @@ def test_what_is_chosen():
     with pytest.raises(ValueError, match="laid out for tiles of 64, the plan wants 128"): product(w, a, launches, next(p for p in gemm_plans(w, 70, device()) if p.tokens == 128))
     best, times = tune_gemm([w, w], 33, runs=1, most=2)
     assert best in times and len(times) == 2 and best in GEMM_PLANS.values()
+
+
+def test_parts_of_sums_have_an_owner():
+    "Products that follow each other share the memory; those of another owner, which may run at the same time, do not."
+    w, m = to_gpu(matrix(70, 2304, "Q4_K"), "Q4_K"), 40
+    a, _ = new_half_acts(cupy().asarray(rows(m, 2304)))
+    plan, one, other = max(gemm_plans(w, m, device()), key=lambda p: p.splits), PartSums(), PartSums()
+    places = [prepare_gemm(a, w, cupy().empty((m, 70), np.float32), plan, parts=parts)[1].args[0].data.ptr for parts in (one, one, other)]
+    assert plan.splits > 1 and one.array.size == plan.splits*m*70 and places[0] == places[1] == one.array.data.ptr != places[2]
 
 
 @pytest.mark.parametrize("arch", ["80", "89", "120"])
