@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['HELD_ON_GPU', 'PACK', 'PIECE', 'RING', 'SLAB', 'WORKERS', 'SPARE', 'PAGE', 'RESERVE', 'held_on_gpu',
-           'held_blocks_gpu', 'plane_shapes', 'gpu_bytes', 'pack_call', 'populate', 'stage', 'Slot', 'Piece', 'Stager',
-           'Uploader', 'slab_bytes', 'upload', 'MemoryPlan', 'weight_bytes', 'step_bytes', 'memory_plan',
-           'choose_device', 'gpu_facts', 'gpu_memory_held', 'gpu_ceilings']
+           'held_blocks_gpu', 'plane_shapes', 'gpu_bytes', 'pack_call', 'populate', 'stage', 'copy_past_caches', 'Slot',
+           'Piece', 'Stager', 'Uploader', 'slab_bytes', 'upload', 'MemoryPlan', 'weight_bytes', 'step_bytes',
+           'memory_plan', 'choose_device', 'gpu_facts', 'gpu_memory_held', 'gpu_ceilings']
 
-# %% ../nbs/18_upload.ipynb #66667299
+# %% ../nbs/18_upload.ipynb #694d3e86
 import contextlib, ctypes, math, mmap, queue, sys, threading
 from collections import deque
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 import numpy as np
 from .core import num_cores
+from .cpu_ops import cpu_op, run_op
 from .cuda import PROBE, CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device, pack_args
 from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix
 from .quants import CODED, QUANT_TYPES, dequantize, f16, planes
+from .simd import fence, load_u8x64, store_past_caches, u8_at
 
 # %% ../nbs/18_upload.ipynb #7e20d695
 HELD_ON_GPU = {**dict.fromkeys(("IQ4_NL", "MXFP4", "IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ1_S"), "Q8_0"), "Q3_K": "Q6_K", **dict.fromkeys(("Q1_0", "Q2_0", "TQ1_0", "TQ2_0"), "Q4_0"), "NVFP4": "BF16"}
@@ -123,7 +125,7 @@ def pack_call(
     t = QUANT_TYPES[w.type]
     return f"pack<{w.type}>", num + zeros, [raw, table, first, num, *w.planes, w.k//t.block_size*t.type_size, w.k//32, w.groups]
 
-# %% ../nbs/18_upload.ipynb #ec11cf11
+# %% ../nbs/18_upload.ipynb #111d58da
 PIECE, RING, SLAB = 1 << 23, 4, 1 << 28               # bytes of a piece; pieces on the GPU at once; bytes that are taken from the GPU at once
 WORKERS, SPARE = 0, 4                                 # threads that copy (0: as many as there are cores but two, up to 14); pinned buffers more than threads
 PAGE = mmap.PAGESIZE
@@ -138,7 +140,15 @@ def populate(at: int, nbytes: int) -> None:
 def stage(raw: np.ndarray, to: np.ndarray, mapped: bool) -> None:       # uint8 [bytes], both
     "Copy a piece to a buffer."
     if mapped: populate(raw.ctypes.data, raw.nbytes)
-    np.copyto(to, raw)
+    run_op("copy_past_caches", raw, to, raw.nbytes)
+
+@cpu_op
+def copy_past_caches(tid, n, I, S):
+    "I: from where, to where (a multiple of 64), how many bytes."
+    src, to, nbytes = u8_at(I[4]), u8_at(I[5]), I[6]
+    for i in range(0, nbytes - 63, 64): store_past_caches(to, i, load_u8x64(src, i))
+    for i in range(nbytes//64*64, nbytes): to[i] = src[i]
+    fence()
 
 # %% ../nbs/18_upload.ipynb #f95a91b8
 class Slot:

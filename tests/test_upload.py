@@ -129,7 +129,7 @@ def test_buffers_that_cannot_be_pinned_are_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
-@pytest.mark.parametrize("fails", ["hostRegister", "copyto", "memcpyAsync", "held"])
+@pytest.mark.parametrize("fails", ["hostRegister", "stage", "memcpyAsync", "held"])
 def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
     "A worker that fails while pinning or copying, a copy that fails, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
     small(monkeypatch)
@@ -141,7 +141,7 @@ def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
             return real(*args)
         return call
     runtime = type(cupy().cuda.runtime)
-    if fails == "copyto": monkeypatch.setattr(module.np, "copyto", failing(np.copyto))
+    if fails == "stage": monkeypatch.setattr(module, "stage", failing(module.stage))
     elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
     elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
     else: parts.append(QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32)))
