@@ -1,4 +1,4 @@
-// y = x W^T for few rows of x: one warp a row of W (dp4a), 16 rows of W a tile (int8 tensor cores), and both from float32 activations.
+// y = x W^T for few rows of x: one warp a row of W (dp4a), 16 rows of W a tile (int8 tensor cores), one row that every block prepares (gemv_own); linear_f32 and linear_16 from float32 activations.
 #include "formats.cuh"
 #include "acts.cuh"
 

@@ -278,7 +278,7 @@ def _float_plans(w: GpuMatrix, m: int) -> list[Plan]:
     return [Plan(f"linear_16<{w.type}, {c}, {r}, {u}>", (-(-w.n//(warps//split*r)), -(-m//c)), 32*warps, 4*warps*c*r if split > 1 else 0, split)
             for c, r, u in WHOLE if c == cols for warps, split in ((4, 4), (4, 2), (4, 1), (8, 1), (8, 8)) if split == 1 or 32*split <= units]
 
-# %% ../nbs/14_linear_gpu.ipynb #da1dc792
+# %% ../nbs/14_linear_gpu.ipynb #d7711ffb
 OWN_BYTES = 2 << 20
 
 @dataclass(frozen=True)
@@ -302,6 +302,7 @@ def own_plans(w: GpuMatrix, d: Device) -> list[Plan]:
             if fits and blocks*w.k*4 <= OWN_BYTES: out.append((Plan(f"gemv_own<{w.type}, {r}, {u}, {v}>", (blocks,), 32*warps, 4*(36*w.groups + warps*r + warps), split), blocks))
     return [p for p, blocks in sorted(out, key=lambda pb: (pb[1] > 2*d.num_sms, abs(np.log(pb[1]/d.num_sms)), pb[0].split, -pb[0].block))]
 
+# %% ../nbs/14_linear_gpu.ipynb #7267644a
 def _prepare_own(a: OwnRow, w: GpuMatrix, y, plan: Plan | None, extra: list) -> Launch:
     if w.type not in GPU_FORMATS: raise ValueError(f"{w.type}: only quantised weights are multiplied by a row that the product prepares")
     for v, what, shape in ((a.x, "x", (1, w.k)), (a.up, "up", (1, w.k)), (a.norm, "norm", (w.k,))):
