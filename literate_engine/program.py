@@ -13,16 +13,17 @@ import numpy as np
 from .recorder import Instruction, Recorder, Value, aligned
 from .cpu_ops import WORDS, op_address, operand_word, run, worker
 
-# %% ../nbs/30_program.ipynb #aaadcbea
+# %% ../nbs/30_program.ipynb #e5374b95
 def allocate(code: list[Instruction], rows: dict[str, int], keep: tuple[Value, ...]) -> list[int]:
     "Give each value of the program a slot (`Value.slot`); returns the slots' sizes in bytes. Those of `keep` are read after the end"
     size = lambda v: -(-rows[v.rows]*v.row_bytes//64)*64
-    last = {v: n for n, i in enumerate(code) for v in i.reads()}
+    used = lambda i: dict.fromkeys([*i.reads(), *(v.base or v for v in i.writes())])
+    last = {v: n for n, i in enumerate(code) for v in used(i)}                  # what nobody reads is done with when it is written
     sizes, free = [], []
     for n, i in enumerate(code):
-        dying = [v for v in dict.fromkeys(i.reads()) if last[v] == n and v not in keep]
+        dying = [v for v in used(i) if last[v] == n and v not in keep]
         for out in [v for v in i.writes() if v.slot < 0 and v.base is None]:
-            in_place = [v for v, how, writes in i.access if how == out.written == "columns" and v in dying and v.written != "rows" and (v.width, v.act) == (out.width, out.act)]
+            in_place = [v for v, how, writes in i.access if not writes and how == out.written == "columns" and v in dying and v.written != "rows" and (v.width, v.act) == (out.width, out.act)]
             fits = [s for s in free if size(out) <= sizes[s] <= 2*size(out)]
             if in_place: out.slot = in_place[0].slot; dying.remove(in_place[0])
             elif fits: out.slot = fits[0]; free.remove(fits[0])
