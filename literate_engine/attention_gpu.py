@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PAIRS', 'WHOLE', 'ATTENTION', 'SPLITS', 'MOST_SPLITS', 'KVCacheGpu', 'prepare_kv_store', 'prepare_rope_store',
            'SplitPlan', 'split_plan', 'attention_bodies', 'tile_tokens', 'num_attention_tiles', 'attention_tiles',
-           'AttentionScratch', 'prepare_attention', 'rope_plan', 'takes_raw', 'prepare_rope_attention', 'split_plans',
-           'attention_graph', 'tune_attention']
+           'scratch_bytes', 'AttentionScratch', 'prepare_attention', 'rope_plan', 'takes_raw', 'prepare_rope_attention',
+           'split_plans', 'attention_graph', 'tune_attention']
 
 # %% ../nbs/26_attention_gpu.ipynb #77bbc25a
 from types import SimpleNamespace
@@ -267,7 +267,7 @@ def attention_tiles(
     for at, (_, s, first) in zip(out, sorted(tiles, reverse=True)): at[:] = s, first
     return out
 
-# %% ../nbs/26_attention_gpu.ipynb #629ddc3d
+# %% ../nbs/26_attention_gpu.ipynb #a5475820
 MOST_SPLITS = 30                                      # and two more where a window begins and ends in the middle of a piece: a lane of a warp for each
 
 def _most_splits(layer, room: int) -> int:
@@ -282,6 +282,17 @@ def _num_parts(splits: int, width: int) -> int: return splits*8*-(-width//64)   
 
 def _groups(layer, few: int) -> int: return layer.n_head_kv*-(-few*(layer.n_head//layer.n_head_kv)//8)
 
+def _scratch_sizes(layers, num_seqs, max_len, few):
+    "Counters, and numbers in ml and in sums."
+    shortest = min([SplitPlan().log_piece, *(p.log_piece for p in SPLITS.values())])
+    units = [(_groups(l, few)*num_seqs, _num_parts(_max_splits(l, max_len, shortest), l.head_dim_v)) for l in layers]
+    parts = max((u*n for u, n in units), default=0)
+    return max((u for u, _ in units), default=0), 2*parts, 64*parts
+
+def scratch_bytes(layers, num_seqs: int, max_len: int, few: int = 1) -> int:
+    "What an AttentionScratch of this size takes: for whoever counts memory before there is a model."
+    return 4*sum(_scratch_sizes(layers, num_seqs, max_len, few))
+
 class AttentionScratch:
     "What the pieces of a step leave for each other: one for all layers of a program, since they come one after the other."
     def __init__(self,
@@ -290,10 +301,9 @@ class AttentionScratch:
         max_len: int,  # positions of the longest sequence
         few: int = 1,  # tokens of a sequence that are not in tiles, at most
     ):
-        shortest = min([SplitPlan().log_piece, *(p.log_piece for p in SPLITS.values())])
-        units, cp = [(_groups(l, few)*num_seqs, _num_parts(_max_splits(l, max_len, shortest), l.head_dim_v)) for l in layers], cupy()
-        self.counters = cp.zeros(max(u for u, _ in units), np.int32)        # each kernel leaves them at 0
-        self.ml, self.sums = (cp.zeros(max(u*n for u, n in units)*words, np.float32) for words in (2, 64))
+        (counters, ml, sums), cp = _scratch_sizes(layers, num_seqs, max_len, few), cupy()
+        self.counters = cp.zeros(counters, np.int32)                        # each kernel leaves them at 0
+        self.ml, self.sums = cp.zeros(ml, np.float32), cp.zeros(sums, np.float32)
 
     @property
     def nbytes(self) -> int: return self.counters.nbytes + self.ml.nbytes + self.sums.nbytes

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY', 'RAISE', 'GEMM', 'WGMMA', 'GEMM_PLANS', 'columns_of_places', 'half_act_ref', 'bf16_ref', 'act_for', 'HalfActs',
            'half_buffers', 'prepare_half_acts', 'new_half_acts', 'half_act_values', 'half_weights_ref', 'GemmPlan',
-           'gemm_plans', 'PartSums', 'prepare_gemm', 'gemm_gpu', 'tune_gemm', 'gemm_ref']
+           'part_bytes', 'gemm_plans', 'PartSums', 'prepare_gemm', 'gemm_gpu', 'tune_gemm', 'gemm_ref']
 
 # %% ../nbs/16_gemm_gpu.ipynb #23743155
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def half_weights_ref(
     code = np.rint((w + per(low))/np.where(per(scale) == 0, 1, per(scale)))
     return ((code*per(half(scale)) - per(half(low))).astype(np.float16).astype(np.float64)/RAISE).astype(np.float32)[:, :k]
 
-# %% ../nbs/16_gemm_gpu.ipynb #56ed5085
+# %% ../nbs/16_gemm_gpu.ipynb #e5fc091e
 def _names(arch: int) -> list[str]:
     "Every instance of gemm.cu that may be launched on this architecture."
     if arch < 80: return []
@@ -127,6 +127,10 @@ class GemmPlan:
     shared: int           # bytes of shared memory
     blocks: int           # of a multiprocessor
     splits: int = 1       # blocks that share the columns of a tile
+
+def part_bytes(d: Device) -> int:
+    "What the parts of the sums of a product take at most: columns are shared only where all tiles are at work at once, and tiles of a multiprocessor have 32,768 numbers at most."
+    return d.num_sms << 17 if d.arch >= 80 else 0
 
 def gemm_plans(w: GpuMatrix, m: int, d: Device) -> list[GemmPlan]:
     "The launches that may be best for m rows, best guess first."
@@ -159,7 +163,7 @@ def _guess(p: GemmPlan, w: GpuMatrix, m: int, d: Device) -> float:
     work = max(p.rows*p.tokens*(1.5 if wide else 2.6), 106*p.rows*weight, 86*(p.rows*weight + 2*p.tokens*(1 + (m <= 32 and w.type in HALVES))))/p.splits
     return rounds*p.blocks*work*(1 + 0.3*idle + 0.02*(p.stages < 3)) + (p.splits > 1)*(1300 + 0.002*p.splits*m*w.n)*4096/w.k
 
-# %% ../nbs/16_gemm_gpu.ipynb #beab09bf
+# %% ../nbs/16_gemm_gpu.ipynb #d83a99f5
 GEMM_PLANS = {}                                                            # (device, type, n, k, rows of x up to a whole tile) -> GemmPlan
 
 def _key(w: GpuMatrix, m: int, d: Device) -> tuple: return d.name, w.type, w.n, w.k, -(-m//64)*64 if m > 32 else 32 if m > 16 else 16
@@ -168,7 +172,8 @@ class PartSums:
     "Memory for the parts of sums where blocks share the columns: one serves all products that follow each other on a stream."
     def __init__(self): self.array = None
     def of(self, size: int): # float32 [at least size] on the GPU
-        if self.array is None or self.array.size < size: self.array = cupy().empty(size, np.float32)      # launches that have the old one keep it
+        if self.array is None: self.array = cupy().empty(part_bytes(device())//4, np.float32)      # whole at once: launches hold on to it, it cannot grow
+        if size > self.array.size: raise ValueError(f"parts of sums: room for {self.array.size} numbers, the plan needs {size}")
         return self.array
 
 def prepare_gemm(
@@ -188,7 +193,7 @@ def prepare_gemm(
     p = plan or GEMM_PLANS.get(_key(w, a.m, d)) or gemm_plans(w, a.m, d)[0]
     laid = 8*a.xh.shape[2]
     if laid % p.tokens or a.m <= 32 and laid != p.tokens: raise ValueError(f"{a.m} rows of activations are laid out for tiles of {min(laid, 128)}, the plan wants {p.tokens}")
-    extra, to = sum_args(y, w.n, add, bias), y if p.splits == 1 else (parts or PartSums()).of(p.splits*a.m*w.n)
+    extra, to = sum_args(y, w.n, add, bias), y if p.splits == 1 else parts.of(p.splits*a.m*w.n) if parts else cupy().empty(p.splits*a.m*w.n, np.float32)
     args = [*w.planes, a.xh, a.xs, to, *(extra if p.splits == 1 else [None, None, 1.0]), w.n, a.m, w.groups, w.planes[0].shape[1]//16 if w.type in HALVES else 0, a.xh.shape[1]*a.xh.shape[2], p.stages]
     out = [Launch((WGMMA if p.kernel.startswith("gemm_wgmma") else GEMM)[p.kernel], (-(-a.m//p.tokens), -(-w.n//p.rows), p.splits), p.threads, args, shared=p.shared, pdl=True)]
     return out if p.splits == 1 else out + [Launch(GEMM["sum_parts"], -(-a.m*w.n//1024), 256, [to, y, *extra, w.n, a.m*w.n, p.splits], pdl=True)]

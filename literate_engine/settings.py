@@ -6,17 +6,19 @@
 __all__ = ['DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_TOKENS', 'MIN_ROWS', 'ON_A_GPU', 'EngineConfig',
            'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve']
 
-# %% ../nbs/42_settings.ipynb #fb7f0799
+# %% ../nbs/42_settings.ipynb #97cd3a2e
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from .attention_gpu import scratch_bytes
 from .blocks import BLOCK_SIZE, blocks_needed
 from .config import ModelConfig
 from .core import num_cores, physical_memory
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
+from .gemm_gpu import part_bytes
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import state_shapes
 from .upload import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
@@ -74,7 +76,7 @@ def _check_range(name, value, low, high):
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
 
-# %% ../nbs/42_settings.ipynb #e1de234b
+# %% ../nbs/42_settings.ipynb #09095417
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -99,9 +101,10 @@ class GpuRoom(NamedTuple):
     @property
     def left(self) -> int: return self.free - RESERVE - sum(self.fixed.values())
 
-def gpu_room(model: ModelConfig, tensors, num_tokens: int, num_out: int) -> GpuRoom:
+def gpu_room(model: ModelConfig, tensors, num_tokens: int, num_seqs: int, max_model_len: int) -> GpuRoom:
     "What a model will take on the current GPU, and what is there."
-    return GpuRoom({"weights": weight_bytes(tensors), **step_bytes(model, num_tokens, num_out)}, cupy().cuda.runtime.memGetInfo()[0])
+    pieces = scratch_bytes(model.layers, num_seqs, blocks_needed(max_model_len)*BLOCK_SIZE)
+    return GpuRoom({"weights": weight_bytes(tensors), **step_bytes(model, num_tokens, num_seqs), "attention": pieces, "parts of sums": part_bytes(device())}, cupy().cuda.runtime.memGetInfo()[0])
 
 def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, max_model_len: int, step: int) -> int:
     "How many blocks, without the null block, a group of layers without a window can have, if those with one get theirs."
@@ -120,7 +123,7 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     for name in ("host_cache_memory",) if where == "cuda" else ("kv_memory", "host_cache_memory"):          # a GPU has a memory of its own
         if (getattr(config, name) or 0) > memory: raise ValueError(f"{name} is {getattr(config, name)}: this machine has {memory} bytes")
-    gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS)) if where == "cuda" else None
+    gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS), length or model.n_ctx) if where == "cuda" else None
     wanted, default = config.max_num_seqs * blocks_needed(length or model.n_ctx), gpu.left - gpu.free//10 if gpu else DEFAULT_KV_MEMORY          # a tenth stays free: graphs, and others who use the GPU
     def fitting(n):                                                       # blocks, without the null block, if max_model_len is n
         if not per_block: return wanted                                   # a model without attention keeps nothing in its blocks

@@ -402,9 +402,9 @@ def step_bytes(config, num_tokens: int, num_out: int) -> dict:    # ModelConfig
     def width(l): return 4*config.n_embd + (l.n_head + l.n_head_kv)*(l.head_dim_k + l.head_dim_v) + 3*l.n_ff
     return {"activations": 6*num_tokens*max(map(width, config.layers)), "logits": 4*num_out*config.n_vocab}
 
-# %% ../nbs/18_upload.ipynb #04dd85b2
+# %% ../nbs/18_upload.ipynb #f575144b
 def memory_plan(
-    fixed: dict,                                      # name -> bytes: {"weights": weight_bytes(...), **step_bytes(...)}
+    fixed: dict,                                      # name -> bytes: {"weights": weight_bytes(...), **step_bytes(...), ...}
     kv_bytes: Callable,                               # (max_model_len, kv_type) -> bytes of the cache for one request of this length
     max_model_len: int,
     kv_type: str,
@@ -419,7 +419,8 @@ def memory_plan(
     fits = [f"max_model_len {n}" for n in [_longest(kv_bytes, kv_type, max_model_len, left)] if n]
     for other in kv_types:
         if kv_bytes(max_model_len, other) < need and (n := _longest(kv_bytes, other, max_model_len, left)): fits.append(f"kv_type {other}" + (f" with max_model_len {n}" if n < max_model_len else ""))
-    advice = "what would fit: " + ", or ".join(fits) if fits else "fewer max_num_batched_tokens would be needed" if left + fixed.get("activations", 0) >= need else "a smaller quantisation of the model would be needed, or another GPU"
+    fewer = [f"fewer {setting} would be needed" for part, setting in (("activations", "max_num_batched_tokens"), ("attention", "max_num_seqs")) if left + fixed.get(part, 0) >= need]
+    advice = "what would fit: " + ", or ".join(fits) if fits else fewer[0] if fewer else "a smaller quantisation of the model would be needed, or another GPU"
     raise ValueError(f"not enough memory on the GPU: needs {_gib(sum(fixed.values()) + need)}: {_sizes({**fixed, f'KV cache for {max_model_len} tokens in {kv_type}': need})}; free {_gib(free)}; {advice}")
 
 def _longest(kv_bytes, kv_type, limit, left):

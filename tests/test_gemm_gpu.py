@@ -1,12 +1,16 @@
 """Products for many rows: every plan of every kernel against the product of the rounded factors, in the emulator where there is no GPU; what is rounded, and how far that is from the exact product."""
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from literate_engine.cuda import call, cupy, device
-from literate_engine.gemm_gpu import GEMM_PLANS, WGMMA, PartSums, act_for, gemm_gpu, gemm_plans, gemm_ref, half_act_ref, half_act_values, half_weights_ref, new_half_acts, prepare_gemm, tune_gemm
+from literate_engine.gemm_gpu import GEMM_PLANS, WGMMA, PartSums, act_for, gemm_gpu, gemm_plans, gemm_ref, half_act_ref, half_act_values, half_weights_ref, new_half_acts, part_bytes, prepare_gemm, tune_gemm
 from literate_engine.linear import linear_ref
-from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu, to_gpu
+from literate_engine.linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, pack_gpu, to_gpu
 from literate_engine.quants import QUANT_TYPES, dequantize, quantize
+from literate_engine.upload import plane_shapes
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 rng = np.random.default_rng(0)
@@ -149,7 +153,20 @@ def test_parts_of_sums_have_an_owner():
     a, _ = new_half_acts(cupy().asarray(rows(m, 2304)))
     plan, one, other = max(gemm_plans(w, m, device()), key=lambda p: p.splits), PartSums(), PartSums()
     places = [prepare_gemm(a, w, cupy().empty((m, 70), np.float32), plan, parts=parts)[1].args[0].data.ptr for parts in (one, one, other)]
-    assert plan.splits > 1 and one.array.size == plan.splits*m*70 and places[0] == places[1] == one.array.data.ptr != places[2]
+    assert plan.splits > 1 and 4*one.array.size == part_bytes(device()) >= 4*plan.splits*m*70 and places[0] == places[1] == one.array.data.ptr != places[2]
+
+
+@pytest.mark.parametrize("sms, arch", [(132, 90), (108, 80), (20, 89)])
+def test_no_plan_needs_more_than_part_bytes(sms, arch):
+    "Real shapes on other sizes of GPUs; plans are kept for all numbers of rows up to a whole tile."
+    d, shared = replace(device(), num_sms=sms, arch=arch), 0
+    for t, n, k in itertools.product(("Q4_K", "F16"), (256, 1024, 2560, 4096, 28672, 128256), (512, 4096, 14336)):
+        w = GpuMatrix(t, n, k, tuple(s and np.broadcast_to(np.uint8(0), s) for s in plane_shapes(t, n, k)))
+        for m in (17, 32, 33, 64, 65, 128, 192, 512, 4096):
+            for p in gemm_plans(w, m, d):
+                most = m if m <= 32 else -(-m//64)*64
+                if p.splits > 1: shared = max(shared, 4*p.splits*most*n)
+    assert part_bytes(d)/2 < shared <= part_bytes(d)
 
 
 @pytest.mark.parametrize("arch", ["80", "89", "120"])

@@ -7,18 +7,20 @@ import queue
 import numpy as np
 import pytest
 
-from literate_engine import LLM, EngineConfig, SamplingParams
+from literate_engine import LLM, EngineConfig, SamplingParams, settings
 from literate_engine.blocks import CacheHandle
 from literate_engine.config import ModelConfig
 from literate_engine.core import fixture, rel_err
 from literate_engine.cuda import cupy
 from literate_engine.gguf import GGUFFile
 from literate_engine.model import Model, prompt_logits
+from literate_engine.program import allocate
 from literate_engine.program_gpu import Bucket, bucket, fuse_attention, fuse_store
 from literate_engine.recorder import Instruction, Value
 from literate_engine.quants import QUANT_TYPES
 from literate_engine.sampling import Sampler
-from literate_engine.settings import ON_A_GPU, resolve
+from literate_engine.settings import ON_A_GPU, gpu_room, resolve
+from literate_engine.upload import RESERVE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 NAMES = ["cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "gemma4ple", "granite", "llama", "llama3rope", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_yarn", "seed_oss", "smollm3", "starcoder2"]
@@ -185,6 +187,28 @@ def test_too_little_memory_is_told_before_the_load(monkeypatch):
     monkeypatch.setattr(cupy().cuda.runtime, "memGetInfo", lambda: (300 << 20, 1 << 33))
     with pytest.raises(ValueError, match=r"not enough memory on the GPU: needs .*weights .*; free .*; fewer max_num_batched_tokens would be needed"):
         LLM(fixture("llama.gguf"), device="cuda", max_model_len=2048, max_num_batched_tokens=65536)
+
+
+@pytest.mark.parametrize("name, seqs, tokens, length", [("qwen3", 1, 64, 48), ("qwen3", 64, 200, 512), ("gemma3", 4, 96, 128), ("gemma4ple", 2, 64, 96)])
+def test_the_plan_counts_what_is_taken(name, seqs, tokens, length, monkeypatch):
+    "Without the reserve it covers what a load and the largest steps take, and it is not far above"
+    rooms, used = [], cupy().get_default_memory_pool().used_bytes
+    monkeypatch.setattr(settings, "gpu_room", lambda *args: rooms.append(gpu_room(*args)) or rooms[-1])
+    before = used()
+    with LLM(fixture(f"{name}.gguf"), device="cuda", max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens, kv_memory=1 << 22) as llm:
+        llm.generate([[3 + i % 7]*(length//(2 if seqs == 1 else 4)) for i in range(min(seqs, 16))], SamplingParams(max_tokens=2), progress=False)
+        program, plan = llm.engine.model.program, sum(rooms[-1].fixed.values()) + llm.engine.config.kv_memory
+        assert program.scratch.nbytes == rooms[-1].fixed["attention"] and (program.parts.array is None or program.parts.array.nbytes == rooms[-1].fixed["parts of sums"])
+        assert used() - before <= plan <= 1.5*(used() - before) + RESERVE
+
+
+def test_what_nobody_reads_has_no_slot_of_its_own_for_ever():
+    x, unread = Value(64, "tokens", "rows"), [Value(64, "tokens", "rows") for _ in range(5)]
+    code = [Instruction("embed", "tokens", [], [(x, "rows", True)], x)] + [Instruction("rope", "tokens", [], [(x, "rows", False), (v, "rows", True)], v) for v in unread]
+    assert allocate(code, {"tokens": 4}, ()) == [1024]*2 and x.slot not in {v.slot for v in unread}
+    for v in unread: v.slot = -1
+    x.slot = -1
+    assert allocate(code, {"tokens": 4}, (unread[0],)) == [1024]*3 and unread[0].slot not in {v.slot for v in unread[1:]}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4ple"])
