@@ -24,7 +24,7 @@ namespace emu {
 enum Op { SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR, BALLOT, MATCH, REDUCE, MMA, LDMATRIX, GROUP };
 enum Kind { S8_16, S8_32, F16_8, F16_16, BF16_16 };
 struct MmaArgs { int kind; void* c; const u32 *a, *b; };
-struct LdmatrixArgs { u32 *r, p; int n; bool trans; };
+struct LdmatrixArgs { u32 *r, p; bool trans; };
 #define SHOWN __attribute__((visibility("default")))
 #define LINE int line = __builtin_LINE()
 extern SHOWN const char *arena, *arena_end;     // the memory of the GPU
@@ -35,7 +35,6 @@ SHOWN void* shared_pointer(u32 p, u32 size);
 SHOWN u32 shared_name(const void* p);
 SHOWN const u64* meet(Op op, u64 value, int line);          // all lanes of the warp come here, then each has the 32 values
 SHOWN int block_barrier(int add, int line);                 // all threads of the block; the sum of `add`
-SHOWN void named_barrier(int id, int threads, bool wait, LINE);
 SHOWN void* dynamic_shared();                // what `extern __shared__ float name[];` names
 SHOWN void thread_waited();
 SHOWN void thread_triggered();
@@ -61,7 +60,7 @@ template <class T> inline u64 bits(T v) { static_assert(sizeof(T) <= 8, ""); u64
 template <class T> inline T from(u64 b) { T v; __builtin_memcpy(&v, &b, sizeof v); return v; }
 template <int C> inline void mma(Kind kind, float (&c)[C], const u32* a, const u32* b) { MmaArgs m = {kind, c, a, b}; meet(MMA, (u64)&m, kind); }
 template <int C> inline void mma(Kind kind, int (&c)[C], const u32* a, const u32* b) { MmaArgs m = {kind, c, a, b}; meet(MMA, (u64)&m, kind); }
-inline void ldmatrix(u32* r, int n, bool trans, u32 p) { LdmatrixArgs m = {r, p, n, trans}; meet(LDMATRIX, (u64)&m, n * 2 + trans); }
+inline void ldmatrix(u32* r, bool trans, u32 p) { LdmatrixArgs m = {r, p, trans}; meet(LDMATRIX, (u64)&m, trans); }
 }
 
 #ifndef EMULATOR

@@ -106,7 +106,6 @@ struct Thread {
   int group; std::vector<Copy> copies;
 };
 struct Warp { Thread* lane[32]; u32 exist, ready, arrived, yielded, ended; int round; u64 value[2][32]; };
-struct Named { int arrived, threads; std::vector<Thread*> waiting; };
 struct Bulk { u32 barrier; Copy copy; };
 struct Report { char text[2048]; u64 address, place; int size, block[3], thread[3], triggered; };
 
@@ -118,7 +117,6 @@ constexpr size_t STACK = 128 << 10, BELOW = 16 << 20, SHARED_ROOM = 256 << 10, G
 static char* stacks; static size_t page;
 static Thread threads[1024], home, *current = &home;
 static Warp warps[32];
-static Named named[16];
 static std::vector<Bulk> bulks;
 static int total, progress, alive; static u32 epoch = 1;        // epoch: how often all of a block have met, over all blocks
 static struct { int waiting, line, sum[2], round; void* place; std::vector<Thread*> threads; } barrier;
@@ -227,16 +225,6 @@ int block_barrier(int add, int line) {
   for (Thread* t : barrier.threads) t->warp->ready |= 1u << t->lane;
   barrier.threads.clear(); barrier.waiting = 0; barrier.round++; progress++; epoch++;
   return barrier.sum[round];
-}
-void named_barrier(int id, int n, bool wait, int line) {
-  void* place = (void*)PLACE;
-  if (id < 1 || id > 15 || n < 32 || n % 32 || n > total) fail(0, (u64)place, "named barrier %d for %d threads: expected 1 to 15, and a multiple of 32 up to the block's %d", id, n, total);
-  Named& b = ::named[id];
-  if (b.arrived && b.threads != n) fail(0, (u64)place, "named barrier %d for %d threads, while others meet there as %d", id, n, b.threads);
-  b.threads = n;
-  if (++b.arrived < n) { if (wait) { b.waiting.push_back(current); wait_as("waits at a named barrier", line, place); } return; }
-  for (Thread* t : b.waiting) t->warp->ready |= 1u << t->lane;
-  b.waiting.clear(); b.arrived = 0; progress++; epoch++;
 }
 
 // ---------------------------------------------------------------- memory
@@ -437,7 +425,7 @@ static void mma_all(Warp& w, u64* v) {
 static void ldmatrix_all(Warp& w, u64* v) {
   if (w.exist != ~0u) fail(0, (u64)current->place, "ldmatrix in a warp of fewer than 32 threads");
   auto& first = *(emu::LdmatrixArgs*)v[0];
-  for (int m = 0; m < first.n; m++) {
+  for (int m = 0; m < 4; m++) {
     const u16* row[8];
     for (int i = 0; i < 8; i++) {
       u32 p = ((emu::LdmatrixArgs*)v[8 * m + i])->p;
@@ -543,7 +531,6 @@ static void run_block(u64 seed) {
     if (!t.lane) memset(&warps[i >> 5], 0, sizeof(Warp));
     warps[i >> 5].lane[i & 31] = &t; warps[i >> 5].exist |= 1u << (i & 31); warps[i >> 5].ready = warps[i >> 5].exist;
   }
-  for (auto& b : named) { b.arrived = 0; b.waiting.clear(); }
   epoch++;
   bulks.clear(); barrier.waiting = barrier.round = 0; barrier.threads.clear();
   memset(static_begin, 0xff, static_end - static_begin); memset(dynamic, 0xff, room + page + SHARED_ROOM - dynamic);

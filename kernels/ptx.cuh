@@ -104,18 +104,13 @@ INLINE void mma_16816_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
 }
 #endif
 // 8x8 matrices of 16 bits from shared memory into the registers that mma wants: lane i of 8m..8m+7 gives the address of row i - 8m (16 bytes, aligned) of matrix m;
-// r[m] is row g, columns 2t, 2t + 1 of matrix m; with trans, of its transpose. All 32 lanes take part; lanes that give no row of the x1, x2 forms still need a valid address.
-#define LDMATRIX(N, REGISTERS, OUT, FROM) \
-  INLINE void ldmatrix_x##N(u32 (&r)[N], u32 p) { asm volatile("ldmatrix.sync.aligned.m8n8.x" #N ".shared.b16 " REGISTERS ", [" FROM "];" : OUT : "r"(p) : "memory"); } \
-  INLINE void ldmatrix_x##N##_trans(u32 (&r)[N], u32 p) { asm volatile("ldmatrix.sync.aligned.m8n8.x" #N ".trans.shared.b16 " REGISTERS ", [" FROM "];" : OUT : "r"(p) : "memory"); }
-#define TWO(a, b) a, b
-#define FOUR(a, b, c, d) a, b, c, d
-LDMATRIX(1, "{%0}", "=r"(r[0]), "%1")
-LDMATRIX(2, "{%0,%1}", TWO("=r"(r[0]), "=r"(r[1])), "%2")
-LDMATRIX(4, "{%0,%1,%2,%3}", FOUR("=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])), "%4")
-#undef TWO
-#undef FOUR
-#undef LDMATRIX
+// r[m] is row g, columns 2t, 2t + 1 of matrix m; with trans, of its transpose. All 32 lanes take part.
+INLINE void ldmatrix_x4(u32 (&r)[4], u32 p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(p) : "memory");
+}
+INLINE void ldmatrix_x4_trans(u32 (&r)[4], u32 p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(p) : "memory");
+}
 
 #if __CUDA_ARCH__ >= 800
 // Copies that go on while the thread does: N bytes (4, 8, 16) global -> shared; a thread's copies up to a commit are a group, copy_wait<N> waits until at most N groups are on their way
@@ -133,10 +128,6 @@ template <int N> INLINE void copy_zero(u32 to, const void* from, u32 bytes) {
 INLINE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> INLINE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 #endif
-
-// Barriers of a part of the block: `threads` (a multiple of 32) of them meet at barrier 1..15; named_arrive goes on at once
-INLINE void named_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-INLINE void named_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 #if __CUDA_ARCH__ >= 900
 // A barrier in shared memory (8 bytes, aligned) that counts arrivals and bytes. It starts in phase 0; a phase ends when `count` threads have arrived and all bytes announced are there.
@@ -206,12 +197,8 @@ INLINE void mma_16(int (&c)[4], int a0, int a1, int b0) { u32 a[] = {(u32)a0, (u
 INLINE void mma_16816_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { u32 a[] = {a0, a1, a2, a3}, b[] = {b0, b1}; emu::mma(emu::F16_16, c, a, b); }
 INLINE void mma_16816_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { u32 a[] = {a0, a1, a2, a3}, b[] = {b0, b1}; emu::mma(emu::BF16_16, c, a, b); }
 #endif
-INLINE void ldmatrix_x1(u32 (&r)[1], u32 p) { emu::ldmatrix(r, 1, false, p); }
-INLINE void ldmatrix_x2(u32 (&r)[2], u32 p) { emu::ldmatrix(r, 2, false, p); }
-INLINE void ldmatrix_x4(u32 (&r)[4], u32 p) { emu::ldmatrix(r, 4, false, p); }
-INLINE void ldmatrix_x1_trans(u32 (&r)[1], u32 p) { emu::ldmatrix(r, 1, true, p); }
-INLINE void ldmatrix_x2_trans(u32 (&r)[2], u32 p) { emu::ldmatrix(r, 2, true, p); }
-INLINE void ldmatrix_x4_trans(u32 (&r)[4], u32 p) { emu::ldmatrix(r, 4, true, p); }
+INLINE void ldmatrix_x4(u32 (&r)[4], u32 p) { emu::ldmatrix(r, false, p); }
+INLINE void ldmatrix_x4_trans(u32 (&r)[4], u32 p) { emu::ldmatrix(r, true, p); }
 
 #if __CUDA_ARCH__ >= 800
 // The bytes land at the wait, not before: a kernel that reads too early reads garbage here too
@@ -222,8 +209,6 @@ INLINE void copy_commit() { emu::copy_commit(); }
 template <int N> INLINE void copy_wait() { emu::copy_wait(N); }
 #endif
 
-INLINE void named_sync(int barrier, int threads) { emu::named_barrier(barrier, threads, true); }
-INLINE void named_arrive(int barrier, int threads) { emu::named_barrier(barrier, threads, false); }
 #if __CUDA_ARCH__ >= 900
 INLINE void barrier_init(u32 barrier, u32 count) { emu::barrier_init(barrier, count); }
 INLINE void barrier_fence() {}

@@ -113,10 +113,10 @@ __global__ void f(float* c, const u16* a, const u16* b) {{
   for (int j = i; j < 256; j += 32) sa[j] = a[j];
   for (int j = i; j < 128; j += 32) sb[j] = b[j];
   __syncwarp();
-  u32 ra[4], rb[2]; float acc[4];
+  u32 ra[4], rb[4]; float acc[4];
   for (int e = 0; e < 4; e++) acc[e] = c[(g + 8 * (e >> 1)) * 8 + 2 * t + (e & 1)];
   ldmatrix_x4(ra, shared_address(sa + (i & 15) * 16 + (i >> 4) * 8));
-  ldmatrix_x2_trans(rb, shared_address(sb + (i & 15) * 8));
+  ldmatrix_x4_trans(rb, shared_address(sb + (i & 15) * 8));
   mma_16816_{kind}(acc, ra[0], ra[1], ra[2], ra[3], rb[0], rb[1]);
   for (int e = 0; e < 4; e++) c[(g + 8 * (e >> 1)) * 8 + 2 * t + (e & 1)] = acc[e];
 }}
