@@ -40,8 +40,7 @@ __global__ void embed(float* y, const void* q, const void* h, const void* s, con
     put4(to + b * 32 + 16, v[4], v[5], v[6], v[7]);
   }
 }
-// The same of rows of 16 or 32 bits as in the file, `pitch` bytes apart, one value a thread
-struct F32 { static __device__ float at(const char* row, int i) { return loadf((const float*)row + i); } };
+// The same of rows of 16 bits as in the file, `pitch` bytes apart, one value a thread
 struct F16 { static __device__ float at(const char* row, int i) { return half_float(load2(row + 2 * i)); } };
 struct BF16 { static __device__ float at(const char* row, int i) { return __uint_as_float((u32)load2(row + 2 * i) << 16); } };
 template <class T> __global__ void embed_rows(float* y, const char* w, const u32* ids, float scale, int k, int pitch) {

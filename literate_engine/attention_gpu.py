@@ -8,7 +8,7 @@ __all__ = ['PAIRS', 'WHOLE', 'ATTENTION', 'SPLITS', 'MOST_SPLITS', 'KVCacheGpu',
            'scratch_bytes', 'AttentionScratch', 'prepare_attention', 'rope_plan', 'takes_raw', 'prepare_rope_attention',
            'split_plans', 'attention_graph', 'tune_attention']
 
-# %% ../nbs/26_attention_gpu.ipynb #77bbc25a
+# %% ../nbs/26_attention_gpu.ipynb #c4a2f85a
 from types import SimpleNamespace
 from typing import NamedTuple
 import numpy as np
@@ -16,7 +16,7 @@ from .blocks import BLOCK_SIZE
 from .cuda import CudaModule, Graph, Launch, bench_gpu, cupy, device
 from .emulator import SHARED
 from .kvcache import KV_TYPES, KVCache, _parts, is_quantised, kv_bytes_per_block, kv_row_bytes
-from .ops_gpu import _numbers, _vector
+from .ops_gpu import _numbers, _pitch, _vector
 
 # %% ../nbs/26_attention_gpu.ipynb #df209810
 class KVCacheGpu:
@@ -92,14 +92,8 @@ def _block_layout(self, group: int = 0) -> tuple[str, ...]:
 KVCacheGpu.block_places, KVCacheGpu.block_layout = _block_places, _block_layout
 KVCacheGpu.copy_block, KVCacheGpu.read_block, KVCacheGpu.write_block = _copy_block, _read_block, _write_block
 
-# %% ../nbs/26_attention_gpu.ipynb #f6ebe057
+# %% ../nbs/26_attention_gpu.ipynb #1208180c
 _ID = {"f32": 0, "f16": 1, "q8_0": 2, "q4_0": 3}
-def _pitch(x, width: int, what: str) -> int:
-    "Floats from one row to the next; ValueError unless x is float32 [rows, at least width] with its columns side by side."
-    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] < width or x.strides[1] != 4 or x.strides[0] % 4:
-        raise ValueError(f"{what}: expected float32 rows of {width}, got {x.dtype} {list(x.shape)} with strides {list(x.strides)}")
-    return x.strides[0]//4
-
 def _int32(a, shape: tuple, what: str):
     if a.dtype != np.int32 or a.shape != shape or not a.flags.c_contiguous: raise ValueError(f"{what}: expected contiguous int32 {list(shape)}, got {a.dtype} {list(a.shape)}")
     return a
@@ -112,13 +106,12 @@ def prepare_kv_store(
 ) -> list[Launch]:
     "What writes a step's keys and values into their slots."
     c, l, n = kv.cache, kv.cache.specs[kv.index], len(k)
-    sides = [_pitch(k, l.n_head_kv*l.head_dim_k, "keys"), _pitch(v, l.n_head_kv*l.head_dim_v, "values")]
-    if len(v) != n: raise ValueError(f"{n} rows of keys and {len(v)} of values")
+    sides = [_pitch(k, "keys", n, l.n_head_kv*l.head_dim_k), _pitch(v, "values", n, l.n_head_kv*l.head_dim_v)]
     args = [c.k[kv.index], c.v[kv.index], k, v, _int32(step.slot_mapping, (n,), "slot_mapping"), l.n_head_kv, l.head_dim_k, l.head_dim_v, _ID[c.kv_type], _ID[c.kv_type_v], *sides]
     units = l.n_head_kv*-(-max(l.head_dim_k, l.head_dim_v)//32)
     return [Launch(ATTENTION["kv_store<256>"], (n, 2 if l.head_dim_v else 1, -(-units//8) if n <= 64 else 1), 256, args, pdl=True)]
 
-# %% ../nbs/26_attention_gpu.ipynb #187a6cfe
+# %% ../nbs/26_attention_gpu.ipynb #1c109d67
 def prepare_rope_store(
     q,                    # [T, n_head*head_dim_k] float32 on the GPU, perhaps columns of a wider array
     k, v,                 # the same, [T, n_head_kv*head_dim_k] and [T, n_head_kv*head_dim_v]
@@ -133,24 +126,22 @@ def prepare_rope_store(
     v_norm=None,          # float32 [head_dim_v] or None
     v_eps: float = 0.0,
 ) -> list[Launch]:
-    "prepare_rope_qk, a norm of the heads of v if there are weights for it, and prepare_kv_store: one launch."
+    "prepare_heads of q and k, a norm of the heads of v if there are weights for it, and prepare_kv_store: one launch."
     c, l, n = kv.cache, kv.cache.specs[kv.index], len(q)
-    if len(q_out) != n: raise ValueError(f"{n} rows of queries, {len(q_out)} for the result")
     rows, numbers, pitches = _raw_args(q, k, v, positions, table, head_dim, q_norm, k_norm, v_norm, l, step)
     n_head = q.shape[1]//head_dim
     args = [q_out, c.k[kv.index], c.v[kv.index], *rows, *numbers, float(eps), float(v_eps), n_head, l.n_head_kv, head_dim, l.head_dim_v, table.shape[1], _ID[c.kv_type], _ID[c.kv_type_v],
-            _pitch(q_out, q.shape[1], "q_out"), *pitches]
+            _pitch(q_out, "q_out", n, q.shape[1]), *pitches]
     heads = n_head + l.n_head_kv*(2 if l.head_dim_v else 1)
     return [Launch(ATTENTION["rope_store<128>"], (-(-heads//4), n), 128, args, shared=16*max(head_dim, l.head_dim_v), pdl=True)]
 
 def _raw_args(q, k, v, positions, table, head_dim, q_norm, k_norm, v_norm, l, step):
     "What a kernel is told of queries, keys and values that it is to turn: rows, numbers, pitches."
     n = len(q)
-    if len(k) != n or len(v) != n: raise ValueError(f"{n} rows of queries, {len(k)} of keys, {len(v)} of values")
     if head_dim != l.head_dim_k or q.shape[1] % head_dim: raise ValueError(f"heads of {head_dim} in {q.shape[1]} columns, the cache has keys of {l.head_dim_k}")
     if table.dtype != np.float32 or table.ndim != 2 or not table.flags.c_contiguous or table.shape[1] % 2 or table.shape[1] > head_dim:
         raise ValueError(f"table: expected contiguous float32 [n, dim], dim even and at most {head_dim}, got {table.dtype} {list(table.shape)}")
-    pitches = [_pitch(q, q.shape[1], "queries"), _pitch(k, l.n_head_kv*head_dim, "keys"), _pitch(v, l.n_head_kv*l.head_dim_v, "values")]
+    pitches = [_pitch(q, "queries"), _pitch(k, "keys", n, l.n_head_kv*head_dim), _pitch(v, "values", n, l.n_head_kv*l.head_dim_v)]
     norms = [_vector(q_norm, "q_norm", head_dim), _vector(k_norm, "k_norm", head_dim), _vector(v_norm, "v_norm", l.head_dim_v)]
     return [q, k, v], [_numbers(positions, "positions", n), _int32(step.slot_mapping, (n,), "slot_mapping"), table, *norms], pitches
 
@@ -320,7 +311,7 @@ def _room(body: str, shared: int, d) -> int:
     width, *_, warps, _ = (int(x) for x in body.partition("<")[2][:-1].split(", ") if x.isdigit())
     return d.num_sms*max(1, min((8 if width > 128 else 16 if warps == 8 and width == 64 else 12)//warps, (d.shared_bytes + 1024)//(shared + 1024 + 64*warps + 80)))
 
-# %% ../nbs/26_attention_gpu.ipynb #f8b7f35a
+# %% ../nbs/26_attention_gpu.ipynb #c4122924
 def _shares_in(scratch, units, splits, dv, room):
     "_shares, once it is known that the scratch has room for the pieces."
     if (need := 64*units*_num_parts(splits, dv)) > scratch.sums.size or units > scratch.counters.size: raise ValueError(f"scratch has room for {scratch.sums.size} numbers, {units} times {splits} pieces need {need}")
@@ -343,7 +334,7 @@ def prepare_attention(
     if not dv or not c.v[kv.index].size: raise ValueError("no kernel for values that lie in the keys (latent attention)")
     if out.shape != (len(q), layer.n_head*dv) or out.dtype != np.float32 or not out.flags.c_contiguous: raise ValueError(f"output: expected contiguous float32 [{len(q)}, {layer.n_head*dv}], got {out.dtype} {list(out.shape)}")
     if decode and (len(q) != S or few != 1): raise ValueError(f"{len(q)} rows for {S} sequences of one token")
-    pitch, d, types = _pitch(q, layer.n_head*dk, "queries"), device(), [_ID[c.kv_type], _ID[c.kv_type_v]]
+    pitch, d, types = _pitch(q, "queries", None, layer.n_head*dk), device(), [_ID[c.kv_type], _ID[c.kv_type_v]]
     bodies = attention_bodies(layer, c.kv_type, c.kv_type_v, d.arch)
     starts, table, lens = None if decode else _int32(step.query_start_loc, (S + 1,), "query_start_loc"), _int32(step.block_table, (S, blocks), "block_table"), _int32(step.seq_lens, (S,), "seq_lens")
     plan = split_plan(layer, c.kv_type, c.kv_type_v, d.arch)

@@ -8,7 +8,7 @@ __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'PROGRAM', 'ACT_NAMES', '
            'fuse_sums', 'own_rows', 'fuse', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram', 'GpuStep',
            'profile_gpu', 'work_gpu']
 
-# %% ../nbs/30_program_gpu.ipynb #2990ea62
+# %% ../nbs/30_program_gpu.ipynb #66f205ba
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from .gemm_gpu import HalfActs, PartSums, act_for, half_buffers, prepare_gemm, p
 from .kvcache import kv_bytes_per_block
 from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
 from .ops import ACTS
-from .ops_gpu import (prepare_activate, prepare_add, prepare_embed, prepare_gated, prepare_join_heads, prepare_layer_norm, prepare_rms_norm,
-    prepare_rope, prepare_rope_qk, prepare_softcap, prepare_take_columns, prepare_take_rows)
+from .ops_gpu import (prepare_activate, prepare_add, prepare_embed, prepare_gated, prepare_heads, prepare_join_heads, prepare_layer_norm, prepare_rms_norm,
+    prepare_rope, prepare_softcap, prepare_take_columns, prepare_take_rows)
 from .program import allocate
 from .recorder import Instruction, Recorder, Value
 from .topk_gpu import Ask, Candidates, LogitRows, Selection
@@ -374,7 +374,7 @@ class GpuProgram:
         self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
         cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #13724fbe
+# %% ../nbs/30_program_gpu.ipynb #7539356b
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
@@ -414,7 +414,7 @@ class GpuStep:
 
     def kind(self, w: GpuWeight, m: int) -> str:
         "The form in which a product wants m rows"
-        return "F32" if self.program.exact or w.matrix.type == "F32" else act_for(w.matrix.type, m, device().arch)
+        return "F32" if self.program.exact else act_for(w.matrix.type, m, device().arch)
 
     def takes_row(self, w: GpuWeight) -> bool:
         "Is a product with w so small that its blocks prepare the row?"
@@ -452,7 +452,7 @@ class GpuStep:
         tables = self.program.tables
         return tables.get(id(values)) or tables.setdefault(id(values), (cupy().asarray(values), values))
 
-# %% ../nbs/30_program_gpu.ipynb #f2d45c3b
+# %% ../nbs/30_program_gpu.ipynb #86deb31b
 def _acts(step: GpuStep, x: Value, kind: str):
     "(x in the form that a product wants, the launches that make it); made once for all products that read x"
     if x in step.small: return step.own_row(x), []
@@ -488,7 +488,7 @@ def _add_layer_norm(step, out, x, y, scale, post, w, b, eps):
 
 def _rope_qk(step, q_out, k_out, q, k, table, head_dim, q_norm, k_norm, eps):
     norms = [v and v.device for v in (q_norm, k_norm)]
-    return prepare_rope_qk(step.array(q), step.array(k), step.numbers.positions, step.table(table)[0], head_dim, *norms, eps, step.array(q_out), step.array(k_out))
+    return prepare_heads(step.array(q), step.array(k), step.numbers.positions, step.table(table)[0], head_dim, *norms, eps, step.array(q_out), step.array(k_out))
 
 def _rope_store(step, q_out, q, k, v, table, head_dim, q_norm, k_norm, eps, kv, v_norm, v_eps):
     norms = [v and v.device for v in (q_norm, k_norm, v_norm)]

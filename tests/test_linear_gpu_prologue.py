@@ -8,7 +8,7 @@ from literate_engine.gemm_gpu import act_for, gemm_plans, new_half_acts, prepare
 from literate_engine.linear import ACT_OF, linear_int8_ref
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, OwnRow, Plan, new_acts, own_plans, plans, prepare, quantize_act_gpu, to_gpu
 from literate_engine.ops import ACTS, gated_ref, rms_norm_ref
-from literate_engine.ops_gpu import prepare_activate, prepare_add, prepare_add_bias, prepare_gated, prepare_rms_norm, run
+from literate_engine.ops_gpu import prepare_activate, prepare_add, prepare_gated, prepare_rms_norm, run
 from literate_engine.quants import QUANT_TYPES, dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
@@ -22,15 +22,16 @@ def check_sums(start, m, n):
     "start(y, **kw) prepares a product: with sums in its end it gives what separate launches give."
     plain, bias, x = empty(m, n), gpu(normal(n)), gpu(normal(m, n))
     run(start(plain))
+    biases = gpu(np.broadcast_to(bias.get(), (m, n)).copy())
     for scale, b in ((1.0, None), (.22, bias), (1.0, bias)):
         want, got, here = empty(m, n), empty(m, n), gpu(x.get())
-        run((prepare_add_bias(want, plain, b) if b is not None else prepare_add(want, plain, plain, 0.0)) + prepare_add(want, x, want, scale))
+        run(prepare_add(want, plain, biases, float(b is not None)) + prepare_add(want, x, want, scale))
         run(start(got, add=(x, scale), bias=b))
         same_bits(got, want)
         run(start(here, add=(here, scale), bias=b))                        # over the stream itself
         same_bits(here, want)
     want, got = empty(m, n), empty(m, n)
-    run(prepare_add_bias(want, plain, bias)); run(start(got, bias=bias))
+    run(prepare_add(want, plain, biases)); run(start(got, bias=bias))
     same_bits(got, want)
 
 @pytest.mark.parametrize("t,m", [("Q4_1", 1), ("Q6_K", 1), ("Q8_0", 3), ("Q4_K", 8), ("Q5_1", 33)])
