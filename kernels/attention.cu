@@ -5,7 +5,9 @@
 //   rope_attention   the same for steps of one token a sequence, from rows as the products left them: rope_store and attention_split in one
 //   attention_tile   tensor cores; 64 or 128 rows that share keys and values in shared memory
 //   exact_split, exact_tile   float32, any type of cache, any width, any architecture: attention_split and attention_tile, slower
-// Scores are kept as powers of two; a row's sum is taken in an order that depends on its position alone.
+// Scores are kept as powers of two. The order of a row's sum: a tile takes positions in blocks that begin at multiples of their length, so its rows' orders depend on their positions alone.
+// Few rows have pieces, whose length follows from the layer, its plan, the GPU and the last position of the row's sequence in this step, which is the row's own where a sequence has one token.
+// No order depends on other sequences, on where in the cache blocks lie, or on which block of threads is done first; the kernels' orders differ from each other.
 #include "heads.cuh"
 
 #define INFINITY_F __int_as_float(0x7f800000)
@@ -135,6 +137,8 @@ struct NumQ4 {
 
 // ---------------------------------------------------------------- what the kernels for few rows share
 // A sequence's part of a step, and the rows of it that this block computes: blockIdx.x is the KV head and the group of 8 rows, blockIdx.z the sequence.
+// `piece`: positions of a piece, `least` (the plan's) or in long contexts a larger multiple of 32, so that there are at most `most` (of the GPU and the layer); it is the same for all rows of
+// the sequence and follows from its last position, not from each row's
 // The step's arrays come from the host: no kernel writes them, and they are read before the wait
 struct Few {
   int first, tokens, len, head, G, row0, rows, piece, first_split, num_splits; float one_of_G;
