@@ -281,7 +281,7 @@ class StepArrays:
         for n, size in self.tiles.items(): put(f"tiles{n}", attention_tiles(b.query_start_loc[:b.num_seqs + 1], b.seq_lens[:b.num_seqs], n, size).reshape(-1))
         return host
 
-# %% ../nbs/30_program_gpu.ipynb #c5369b4b
+# %% ../nbs/30_program_gpu.ipynb #a351fc97
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -344,8 +344,8 @@ class GpuProgram:
     def select(self, k: int, room: int, asks: list[Ask]) -> list[Candidates]:
         "The k best tokens of the last step's rows, and what else is asked of each, of up to `room` others"
         step = self.step()
-        if step.selection is None: step.selection = Selection(step.array(self.logits), k, self.n_token, room, masked=True)
-        with self.stream:
+        with self.stream:                                                                # its arrays are cleared here too: another stream's clearing may come after the launches
+            if step.selection is None: step.selection = Selection(step.array(self.logits), k, self.n_token, room, masked=True)
             step.selection.ask(asks, self.stream)
             for launch in step.selection.launches: launch()
         return step.selection.read(self.stream)

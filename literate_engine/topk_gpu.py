@@ -73,7 +73,7 @@ def _mass(x, top, scale):
     if np.isinf(top): return float((x == top).sum())
     with np.errstate(over="ignore", invalid="ignore"): return float(np.exp((x.astype(np.float64) - np.float64(top))*np.float64(scale)).sum())
 
-# %% ../nbs/27_topk_gpu.ipynb #023a6518
+# %% ../nbs/27_topk_gpu.ipynb #2c36ab84
 TOPK = CudaModule("topk.cu", lambda arch: [f"{name}<{items}>" for name in ("topk_scan", "topk_merge") for items in (16, 32)])
 
 def group_size(n_token: int, k: int) -> int:
@@ -122,7 +122,7 @@ class Selection:
             row[2:2 + len(ask.ids)] = ask.ids
             if ask.mask is not None: self.mask[i].set(ask.mask, stream=stream)
         self.params.set(host, stream=stream)
-        self.asks = asks
+        self.asks, self.host = asks, host             # host memory that is not pinned may still be read when `set` has returned
 
     def read(self, stream=None) -> list[Candidates]:
         "What the launches found for the rows that were asked about; waits for them."
