@@ -10,7 +10,7 @@ __all__ = ['GGML_TYPES', 'TYPE_BY_ID', 'REMOVED_TYPES', 'VALUE_TYPES', 'FLOAT32'
            'read_alignment', 'read_tensors', 'guess_format', 'read_header', 'split_paths', 'model_file', 'GGUFFile',
            'pack_metadata', 'write_gguf']
 
-# %% ../nbs/01_gguf.ipynb #d4ebf127
+# %% ../nbs/01_gguf.ipynb #d63f3f10
 import importlib
 import math
 import mmap
@@ -19,6 +19,7 @@ import re
 import stat
 import struct
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -369,11 +370,12 @@ def read_header(c):
     if version not in (2, 3): c.fail(f"GGUF version {version} is not supported, only 2 and 3", 4)
     return version, c.u64("the tensor count"), c.u64("the metadata count")
 
-# %% ../nbs/01_gguf.ipynb #4b4e19a6
+# %% ../nbs/01_gguf.ipynb #6782ce46
 class _Shard:
     "One mapped file (or one buffer) and what its header says."
-    def __init__(self, data, name, index=0, path=None, map=None):
-        self.name, self.path, self.data, self.map = name, path, data, map
+    def __init__(self, data, name, index=0, path=None, map=None, fd=None):
+        self.name, self.path, self.data, self.map, self.fd = name, path, data, map, fd           # fd: a descriptor of the same file, for those who read instead
+        self._close_fd = weakref.finalize(self, os.close, fd) if fd is not None else None
         c = _Cursor(data, name)
         self.version, n_tensors, n_kv = read_header(c)
         self.metadata = read_metadata(c, n_kv)
@@ -383,29 +385,34 @@ class _Shard:
 
     def close(self):
         "Give the map back; False if views of it are still alive, which then keep it until they go."
-        self.data = self.metadata._cursor = None
+        self.data = self.metadata._cursor = self.fd = None
+        if self._close_fd: self._close_fd()
         try:
             if self.map is not None: self.map.close()
         except BufferError: return False
         finally: self.map = None
         return True
 
-# %% ../nbs/01_gguf.ipynb #f09544b9
+# %% ../nbs/01_gguf.ipynb #89e8fa61
 def _map_file(path):
-    "The file's bytes as a read-only memory map."
+    "The file's bytes as a read-only memory map, and a descriptor of the file."
+    fd = None
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode): raise GGUFError(f"{path}: neither a file nor a folder")
         if info.st_size == 0: raise GGUFError(f"{path}: byte 0: the file is empty")
-        with open(path, "rb") as f: return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_READ), fd
     except FileNotFoundError: raise GGUFError(f"{path}: no such file") from None
     except GGUFError: raise
-    except (OSError, ValueError) as e: raise GGUFError(f"{path}: cannot be opened: {getattr(e, 'strerror', None) or e}") from None
+    except (OSError, ValueError) as e:
+        if fd is not None: os.close(fd)
+        raise GGUFError(f"{path}: cannot be opened: {getattr(e, 'strerror', None) or e}") from None
 
 def _open_shard(path, index=0):
     "Map one file and read its header."
-    m = _map_file(path)
-    return _Shard(np.frombuffer(m, np.uint8), str(path), index, path, m)
+    m, fd = _map_file(path)
+    return _Shard(np.frombuffer(m, np.uint8), str(path), index, path, m, fd)
 
 # %% ../nbs/01_gguf.ipynb #8ff599e9
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.S)

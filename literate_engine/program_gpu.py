@@ -281,7 +281,7 @@ class StepArrays:
         for n, size in self.tiles.items(): put(f"tiles{n}", attention_tiles(b.query_start_loc[:b.num_seqs + 1], b.seq_lens[:b.num_seqs], n, size).reshape(-1))
         return host
 
-# %% ../nbs/30_program_gpu.ipynb #a351fc97
+# %% ../nbs/30_program_gpu.ipynb #b012fed5
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -300,10 +300,10 @@ class GpuProgram:
         "The matrices, as they are to lie in memory"
         return list(dict.fromkeys(a for i in self.code for a in i.operands if isinstance(a, GpuWeight)))
 
-    def upload(self, maps: list[np.ndarray], progress: Callable | None = None) -> list[str]:
-        "The matrices, from the mapped files to the GPU; notes of what was changed on the way"
+    def upload(self, files: list, progress: Callable | None = None) -> list[str]:
+        "The matrices, from the files to the GPU; notes of what was changed on the way"
         weights = self.weights()
-        matrices, notes = upload([w.tensors for w in weights], progress, maps)
+        matrices, notes = upload([w.tensors for w in weights], progress, files)
         for w, matrix in zip(weights, matrices): w.matrix = matrix
         return notes
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from literate_engine import upload as module
+from literate_engine.cpu_ops import run_op
 from literate_engine.cuda import cupy
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
@@ -70,7 +71,7 @@ def mapped(folder, rng):
 def test_from_a_map(piece, workers, tmp_path, monkeypatch):
     for name, value in (("PIECE", piece), ("WORKERS", workers)): monkeypatch.setattr(module, name, value)
     file, parts = mapped(tmp_path, np.random.default_rng(1))
-    assert check(parts, maps=[s.data for s in file.shards]) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"] and threads() == []
+    assert check(parts, files=file.shards) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"] and threads() == []
     del parts
     assert file.close()
 
@@ -104,7 +105,7 @@ def big(folder, rng, n=200):
 
 
 def small(monkeypatch, **kw):
-    for name, value in {"PIECE": 10_000, "WORKERS": 3, "SPARE": 2, **kw}.items(): monkeypatch.setattr(module, name, value)
+    for name, value in {"PIECE": 10_000, "WORKERS": 3, **kw}.items(): monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver keeps its own books")
@@ -112,8 +113,8 @@ def test_buffers_are_pinned_once_and_given_back(tmp_path, monkeypatch):
     small(monkeypatch)
     pages = Pages(monkeypatch)
     file, (a, b) = big(tmp_path, np.random.default_rng(2))
-    check([a, b, a, Rows(b, np.arange(20, 90)), a], maps=[s.data for s in file.shards])
-    assert 0 < pages.most <= 5 and not pages.held and threads() == []
+    check([a, b, a, Rows(b, np.arange(20, 90)), a], files=file.shards)
+    assert 0 < pages.most <= 6 and not pages.held and threads() == []
     small(monkeypatch, PIECE=1)                          # rows that are larger than the buffers were meant to be
     check([a, tensor("Q4_K", 3, 70, np.random.default_rng(3)), b])
     assert not pages.held
@@ -125,11 +126,11 @@ def test_buffers_that_cannot_be_pinned_are_said(tmp_path, monkeypatch):
     pages = Pages(monkeypatch)
     pages.error = cupy().cuda.runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
     file, parts = big(tmp_path, np.random.default_rng(3))
-    assert check(parts, maps=[s.data for s in file.shards]) == ["the buffers of the upload cannot be pinned (cudaErrorMemoryAllocation: out of memory): it takes longer"]
+    assert check(parts, files=file.shards) == ["the buffers of the upload cannot be pinned (cudaErrorMemoryAllocation: out of memory): it takes longer"]
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
-@pytest.mark.parametrize("fails", ["hostRegister", "stage", "memcpyAsync", "held"])
+@pytest.mark.parametrize("fails", ["hostRegister", "fill", "memcpyAsync", "held"])
 def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
     "A worker that fails while pinning or copying, a copy that fails, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
     small(monkeypatch)
@@ -141,29 +142,57 @@ def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
             return real(*args)
         return call
     runtime = type(cupy().cuda.runtime)
-    if fails == "stage": monkeypatch.setattr(module, "stage", failing(module.stage))
+    if fails == "fill": monkeypatch.setattr(module.Worker, "fill", failing(module.Worker.fill))
     elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
     elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
     else: parts.append(QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32)))
-    with pytest.raises(ValueError if fails == "held" else MemoryError, match="expected a matrix" if fails == "held" else "no more of it"): upload(parts, maps=[s.data for s in file.shards])
+    with pytest.raises(ValueError if fails == "held" else MemoryError, match="expected a matrix" if fails == "held" else "no more of it"): upload(parts, files=file.shards)
     assert not pages.held and threads() == []
-    u = Uploader([s.data for s in file.shards])
+    u = Uploader(file.shards)
     with pytest.raises(RuntimeError, match="of the caller"), u:
         u.matrix(parts[0])
         raise RuntimeError("of the caller")
     u.close()
-    assert not pages.held and threads() == [] and u.ring == u.keep == u.stager.slots == [] and u.last is None
+    assert not pages.held and threads() == [] and u.keep == u.workers == [] and u.todo.empty() and u.last is None
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     "Buffers, and pieces that have been asked for and not been sent."
     small(monkeypatch, WORKERS=2)
     file, parts = big(tmp_path, np.random.default_rng(6))
-    with Uploader([s.data for s in file.shards]) as u:
+    with Uploader(file.shards) as u:
         for part in parts:
             u.matrix(part)
-            assert u.flight <= 4 and len(u.stager.slots) <= 4 and len(u.stager.threads) <= 2 and len(u.ring) <= module.RING
+            assert u.todo.qsize() <= 4 and len(u.workers) <= 2
+        workers = list(u.workers)
         u.finish()
+    assert len(workers) == 2 and all(s.memory is None for w in workers for s in w.slots)
+
+
+def test_a_file_that_became_shorter(tmp_path, monkeypatch):
+    "Its bytes are asked for, not touched: an error that names file and byte, and not the end of the process."
+    small(monkeypatch)
+    file, parts = big(tmp_path, np.random.default_rng(9))
+    os.truncate(tmp_path/"big.gguf", 200_000)
+    with pytest.raises(OSError, match=r"big.gguf: byte \d+ cannot be read: the file is shorter") as e: upload(parts, files=file.shards)
+    assert 200_000 - 64 < int(str(e.value).partition("byte ")[2].split()[0]) <= 200_000 and threads() == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000, 70_001])
+def test_bytes_past_the_caches(nbytes, tmp_path):
+    "From memory and from a file, from any byte on, with a scratch buffer that they fill many times."
+    rng, to, scratch, came = np.random.default_rng(nbytes), module._memory(80_000), module._memory(4096), np.zeros(1, np.int64)
+    data = rng.integers(0, 256, nbytes + 7, dtype=np.uint8)
+    data.tofile(tmp_path/"bytes")
+    with open(tmp_path/"bytes", "rb") as f:
+        for ask, room in ((nbytes, 4096), (nbytes, 64), (nbytes + 100, 4096)):
+            to[:] = 0
+            run_op("read_past_caches", f.fileno(), 7, to, ask, scratch, room, came)
+            n = nbytes if ask == nbytes else nbytes//64*64                 # the file ends before: whole lines of what is there
+            assert came[0] == n and (to[:n] == data[7:7 + n]).all() and not to[n:].any()
+    to[:] = 0
+    run_op("copy_past_caches", data[7:], to, nbytes)
+    assert (to[:nbytes] == data[7:]).all() and not to[nbytes:].any()
 
 
 @pytest.mark.parametrize("slab", [1, 4000, 1 << 28])
@@ -186,7 +215,7 @@ def test_planes_out_of_few_arrays(slab, monkeypatch):
 
 def test_one_tensor_is_sent_once(tmp_path):
     file, parts = mapped(tmp_path, np.random.default_rng(4))
-    with Uploader([s.data for s in file.shards]) as u:
+    with Uploader(file.shards) as u:
         some = [parts[i] for i in (0, 7, 8, 2)]
         for part in some: u.matrix(part)
         u.finish()
