@@ -254,6 +254,34 @@ def test_attention_is_joined_with_the_store_before_it():
     for code, keep in (([store, attend(turned, "cache"), reader], ()), ([store, attend(turned, "cache")], (turned,)), ([store, attend(q, "cache")], ()), ([store, attend(turned, "another")], ())): assert fuse_attention(code, keep) == code
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_single_tokens_in_one_launch_for_attention(head_dim, tmp_path):
+    "Heads that rope_attention serves: token by token, in company, after a prompt in pieces, over the border of a block: as the reference, and as steps that turn, store and attend one after the other"
+    from literate_engine.gguf import write_gguf
+    from literate_engine.gpu_report import random_dense
+    from literate_engine.quants import QuantTensor
+    random_dense(tmp_path/"q.gguf", arch="qwen3", fmt="Q8_0", more="Q8_0", n_layer=2, n_embd=128, n_ff=256, n_head=4, n_head_kv=2, head_dim=head_dim, n_vocab=320)
+    with GGUFFile(tmp_path/"q.gguf") as f:
+        tensors = {n: QuantTensor.from_gguf(f, n).dequantize() for n in f.tensors}
+        write_gguf(tmp_path/"m.gguf", {k: f.metadata[k] for k in f.metadata}, {n: t.astype(np.float16) if t.ndim == 2 else t for n, t in tensors.items()})
+    options = dict(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=64)
+    ref, model = (Model(tmp_path/"m.gguf", device=device, num_kv_blocks=60, **options) for device in ("ref", "cuda"))
+    ids = [np.random.default_rng(i).integers(0, 300, n).tolist() for i, n in enumerate((70, 21, 40))]
+    want = [prompt_logits(ref, x) for x in ids]
+    assert rel_err(prompt_logits(model, ids[0], 1), want[0]) < 2e-3
+    handles, past = [CacheHandle() for _ in ids], [50, 3, 31]
+    for h, x, n in zip(handles, ids, past):
+        assert model.pool.grow(h, len(x))
+        model.batch.fill([(x[:n], 0, h.tables, None, h.slot)])
+        model.forward(model.batch)
+    for step in range(9):
+        model.batch.fill([(x[n + step:n + step + 1], n + step, h.tables, "last", h.slot) for h, x, n in zip(handles, ids, past)])
+        got = model.forward(model.batch).copy()
+        assert model.program.step().shape.decode
+        for row, w, n in zip(got, want, past): assert rel_err(row, w[n + step]) < 2e-3, (step, n)
+    ref.close(); model.close()
+
+
 def test_buckets():
     assert [bucket(n, 64) for n in (1, 2, 3, 8, 9, 17, 33, 63, 64)] == [1, 2, 4, 8, 16, 24, 40, 64, 64]
     for n in range(1, 5000): assert n <= bucket(n, 8192) <= max(8 if n > 4 else 4, n*1.25 + 8)
