@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', 'Compiled', 'compile_kernel', 'resources',
-           'explain', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph', 'Calls',
-           'bench_gpu', 'CudaError', 'Source', 'kernels_dir', 'show_kernel']
+           'explain', 'keep_file', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph',
+           'Calls', 'bench_gpu', 'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
 # %% ../nbs/11_cuda.ipynb #1ef796fd
 import contextlib, functools, hashlib, importlib, json, os, re, tempfile, threading, time
@@ -104,7 +104,7 @@ def explain(source: Source, name: str, arch: int, log: str) -> str:
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{file}, line {number}: {what}{more}\n    {source.line(file, int(number)).strip()}\nwhile compiling {name} for sm_{arch}"
 
-# %% ../nbs/11_cuda.ipynb #595b0e8a
+# %% ../nbs/11_cuda.ipynb #bd83af5a
 def _cache_path(source: Source, name: str, arch: int, options: tuple) -> Path:
     key = (source.name, source.text, sorted(source.headers.items()), name, arch, OPTIONS, options, compiler_version())
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
@@ -120,12 +120,16 @@ def _cached(path: Path) -> Compiled | None:
 def _keep(path: Path, c: Compiled) -> Compiled:
     "Write the kernel to the cache, where that is possible."
     head = json.dumps({k: v for k, v in asdict(c).items() if k != "cubin"}).encode()
+    keep_file(path, b"\n".join((hashlib.sha256(head + c.cubin).hexdigest().encode(), head, c.cubin)))
+    return c
+
+def keep_file(path: Path, data: bytes) -> None:
+    "Write a file of the cache, whole or not at all. A read-only or full disk costs time at the next start, nothing else."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f: f.write(b"\n".join((hashlib.sha256(head + c.cubin).hexdigest().encode(), head, c.cubin)))
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f: f.write(data)
         os.replace(f.name, path)
-    except OSError: pass                              # a read-only or full disk costs time at the next start, nothing else
-    return c
+    except OSError: pass
 
 # %% ../nbs/11_cuda.ipynb #2c2838f4
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ __all__ = ['GPU_FORMATS', 'HALVES', 'GEMV', 'WHOLE', 'OWN', 'MMA', 'LINEAR', 'OW
            'act_codes', 'Plan', 'plans', 'slot_bytes', 'OwnRow', 'own_plans', 'is_tuned', 'plan_for', 'sum_args',
            'prepare', 'linear_gpu', 'tune', 'save_plans', 'load_plans']
 
-# %% ../nbs/14_linear_gpu.ipynb #4be41b92
+# %% ../nbs/14_linear_gpu.ipynb #a835f223
 import functools, hashlib, json
 from dataclasses import asdict, dataclass
 import numpy as np
 from .core import cache_dir
-from .cuda import CudaModule, Device, Graph, Launch, bench_gpu, cupy, device
+from .cuda import CudaModule, Device, Graph, Launch, bench_gpu, cupy, device, keep_file
 from .linear import ACT_OF, ACTS
 from .quants import QUANT_TYPES
 
@@ -378,7 +378,7 @@ def linear_gpu(
     for launch in prepare(a, w, y): launch()
     return y
 
-# %% ../nbs/14_linear_gpu.ipynb #5519cb4b
+# %% ../nbs/14_linear_gpu.ipynb #2409722c
 def tune(
     ws: list[GpuMatrix],  # matrices of one shape and type: several, so that they do not stay in the cache
     m: int,               # rows
@@ -400,18 +400,17 @@ def tune(
     return best, t
 
 def _plans_path():
-    "One file for each version of the kernels."
+    "One file for each version of the kernels, and of what may be chosen."
     s = LINEAR.source
-    return cache_dir() / "cuda" / f"plans_{hashlib.sha256(repr((s.text, sorted(s.headers.items()))).encode()).hexdigest()[:16]}.json"
+    return cache_dir() / "cuda" / f"plans_{hashlib.sha256(repr((s.text, sorted(s.headers.items()), LINEAR.names(device().arch))).encode()).hexdigest()[:16]}.json"
 
 def save_plans() -> None:
     "Keep the tuned plans for the next start."
-    _plans_path().parent.mkdir(parents=True, exist_ok=True)
-    _plans_path().write_text(json.dumps([[k, asdict(p)] for k, p in PLANS.items()]))
+    keep_file(_plans_path(), json.dumps([[k, asdict(p)] for k, p in PLANS.items()]).encode())
 
 def load_plans() -> int:
     "Read what an earlier process has tuned; how many."
-    try: stored = json.loads(_plans_path().read_text())
-    except (OSError, ValueError): return 0
-    PLANS.update({tuple(k): Plan(**{**p, "grid": tuple(p["grid"])}) for k, p in stored})
+    try: stored = {tuple(k): Plan(**{**p, "grid": tuple(p["grid"])}) for k, p in json.loads(_plans_path().read_text())}
+    except (OSError, ValueError, TypeError, KeyError): return 0                             # none, or a damaged one
+    PLANS.update(stored)
     return len(stored)

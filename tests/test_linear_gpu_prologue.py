@@ -115,3 +115,25 @@ def test_long_rows_are_prepared_once(monkeypatch):
     w = matrix(40, 64, "Q4_0")
     assert own_plans(w, device()) == []
     with pytest.raises(ValueError, match=r"Q4_0 \[40, 64\]: too large"): prepare(OwnRow(gpu(normal(1, 64))), w, empty(1, 40))
+
+
+def test_plans_are_kept(tmp_path, monkeypatch):
+    "Read again as they were; a damaged file, one of other fields, none, and a folder that cannot be written cost a tuning and nothing else"
+    from literate_engine import linear_gpu
+    from literate_engine.linear_gpu import PLANS, Plan, load_plans, save_plans
+    monkeypatch.setenv("LITERATE_CACHE", str(tmp_path/"cache"))
+    plans = {("some GPU", "Q4_K", 64, 256, 1, "F32"): Plan("gemv<Q4_K, 1, 1, 1, 1>", (3,), 128, 64, 1)}
+    monkeypatch.setattr(linear_gpu, "PLANS", dict(plans))
+    save_plans()
+    linear_gpu.PLANS.clear()
+    assert load_plans() == 1 and linear_gpu.PLANS == plans and PLANS is not linear_gpu.PLANS
+    path = linear_gpu._plans_path()
+    for damage in (b"", b"[[1", b'[["a"]]', b'[[["a"], {"grid": [1], "other": 2}]]', b'{"a": 1}', b"\xff\xfe", b"[[[1], {}]]"):
+        path.write_bytes(damage)
+        assert load_plans() == 0, damage
+    path.unlink()
+    assert load_plans() == 0
+    monkeypatch.setenv("LITERATE_CACHE", str(tmp_path/"file"/"cache"))
+    (tmp_path/"file").write_text("not a folder")
+    save_plans()
+    assert load_plans() == 0
