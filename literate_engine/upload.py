@@ -195,7 +195,7 @@ class Piece:
     uses: list                # (moves, w): what is packed of them, and into which matrix
     to: object = None         # an array on the GPU that the bytes are copied to as they are, where there is nothing to pack
 
-# %% ../nbs/18_upload.ipynb #1000c8e7
+# %% ../nbs/18_upload.ipynb #950cbd1f
 class Worker(threading.Thread):
     "Takes pieces until there are none: from the file to pinned memory, to the GPU, to where they belong."
     def __init__(self, number: int, owner: "Uploader"):
@@ -233,7 +233,9 @@ class Worker(threading.Thread):
     def send(self, slot: Slot, piece: Piece) -> None:
         "Give the stream what it has to do for a piece."
         nbytes = piece.raw.nbytes
-        if piece.to is None and (self.room is None or self.room.nbytes < nbytes): self.room = cupy().empty(max(nbytes, PIECE), np.uint8)
+        if piece.to is None and (self.room is None or self.room.nbytes < nbytes):
+            self.stream.synchronize()
+            with cupy().cuda.Stream.null: self.room = cupy().empty(max(nbytes, PIECE), np.uint8)         # CuPy gives memory out again on the stream that it was taken on
         data = self.room if piece.to is None else piece.to
         cupy().cuda.runtime.memcpyAsync(data.data.ptr, slot.memory.ctypes.data, nbytes, 1, self.stream.ptr)          # 1: from host to device
         slot.copied.record(self.stream)
