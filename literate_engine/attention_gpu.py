@@ -58,7 +58,7 @@ class KVCacheGpu:
         step, kv = SimpleNamespace(slot_mapping=cp.asarray(np.asarray(slot_mapping, np.int32))), SimpleNamespace(cache=self, index=layer)
         for launch in prepare_kv_store(*(cp.asarray(np.ascontiguousarray(x, np.float32)) for x in (k, v)), kv, step): launch()
 
-# %% ../nbs/26_attention_gpu.ipynb #07f403ee
+# %% ../nbs/26_attention_gpu.ipynb #1c52cdfb
 def _block_places(self, group: int = 0):
     "(on the GPU: address, bytes of a row and its place in the buffer, for each array of a group; a buffer for one block)"
     if group not in self._places:
@@ -66,6 +66,7 @@ def _block_places(self, group: int = 0):
         sizes, cp = [a[:1].nbytes for a in arrays], cupy()
         places = np.array([(a.data.ptr, n, end - n) for a, n, end in zip(arrays, sizes, np.cumsum(sizes, dtype=np.int64).tolist())], np.uint64).reshape(-1, 3)
         self._places[group] = cp.asarray(places), cp.empty(sum(sizes), np.uint8)
+        cp.cuda.get_current_stream().synchronize()                          # the copies of blocks may run on another one
     return self._places[group]
 
 def _copy_block(self, source: int, target: int, group: int = 0) -> None:
