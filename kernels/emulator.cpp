@@ -123,6 +123,8 @@ static struct { int waiting, line, sum[2], round; void* place; std::vector<Threa
 static char *room, *dynamic, *static_begin, *static_end; static u32 dynamic_bytes, dynamic_name;
 static void (*entry)(void**); static void** params;
 static bool pdl, triggered; static const u64* dirty; static int dirty_n;
+struct Span { u64 begin, end, low, high; char* written; };      // an array among the arguments, and what of it has been written: bytes of [low, high), 1 in `written` each
+static Span *spans, *span; static int spans_n;                  // span: of the last write
 static sigjmp_buf back; static volatile bool running; static pthread_t runner; static Report* report;
 
 [[noreturn]] static void fail(u64 address, u64 place, const char* text, ...) {
@@ -287,11 +289,24 @@ static inline void touch_shared(u32 at, u32 n, bool writes, u64 place) {
     }
   }
 }
+static inline void note_write(u64 p, u32 n) {
+  if (!span || p < span->begin || p >= span->end) {
+    int i = 0;
+    while (i < spans_n && (p < spans[i].begin || p >= spans[i].end)) i++;
+    if (i == spans_n) return;
+    span = spans + i;
+  }
+  if (p < span->low) span->low = p;
+  if (p + n > span->high) span->high = p + n;
+  memset(span->written + (p - span->begin), 1, p + n > span->end ? span->end - p : n);
+}
 // Every access of a kernel to memory comes by here: the compiler puts the calls in
 static inline void touch(const char* p, u32 n, bool writes, u64 place) {
   if (p >= dynamic && p < dynamic + dynamic_bytes) touch_shared(dynamic_name - 1024 + (u32)(p - dynamic), n, writes, place);
   else if (p >= static_begin && p < static_end) touch_shared((u32)(p - static_begin), n, writes, place);
-  else if (early && p >= arena && p < arena_end) {
+  else if ((early || writes) && p >= arena && p < arena_end) {
+    if (writes) note_write((u64)p, n);
+    if (!early) return;
     report->size = n;
     if (writes) fail((u64)p, place, "written before pdl_wait");
     for (int i = 0; i < dirty_n; i++) if ((u64)p >= dirty[2 * i] && (u64)p < dirty[2 * i + 1]) fail((u64)p, place, "read before pdl_wait, though the kernel before may still be writing it");
@@ -564,9 +579,9 @@ static void run_block(u64 seed) {
 }
 // 0, or 1 and the report is filled
 extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, const u32* grid, const u32* block, u32 shared, u64 seed, double seconds, int dependent, char* begin, char* end,
-                                     const u64* written, int written_n, Report* out) {
+                                     const u64* written, int written_n, Span* arrays, int arrays_n, Report* out) {
   static char* alternate = (char*)malloc(1 << 16);
-  entry = kernel; params = arguments; report = out; pdl = dependent; triggered = false; dirty = written; dirty_n = written_n; static_begin = begin; static_end = end;
+  entry = kernel; params = arguments; report = out; pdl = dependent; triggered = false; dirty = written; dirty_n = written_n; spans = arrays; spans_n = arrays_n; span = 0; static_begin = begin; static_end = end;
   gridDim = {grid[0], grid[1], grid[2]}; blockDim = {block[0], block[1], block[2]}; total = block[0] * block[1] * block[2];
   memset(out, 0, sizeof *out);
   dynamic_bytes = shared; dynamic_name = 1024 + (u32)(end - begin + 15) / 16 * 16;

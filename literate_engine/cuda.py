@@ -7,7 +7,7 @@ __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', '
            'explain', 'keep_file', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph',
            'Calls', 'bench_gpu', 'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
-# %% ../nbs/11_cuda.ipynb #1ef796fd
+# %% ../nbs/11_cuda.ipynb #134a025a
 import contextlib, functools, hashlib, importlib, json, os, re, tempfile, threading, time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 from .core import cache_dir
-from .emulator import CudaError, EmulatedKernel, RECORDING, SHARED, Source, build_emulated, emulated_arch, emulated_cupy, kernels_dir, show_kernel
+from .emulator import CudaError, EmulatedKernel, SHARED, Source, build_emulated, emulated_arch, emulated_cupy, kernels_dir, show_kernel
 _all_ = ["CudaError", "Source", "kernels_dir", "show_kernel"]
 
 # %% ../nbs/11_cuda.ipynb #1563a1e4
@@ -234,7 +234,7 @@ class Kernel:
         "Launch once; for more than once, keep a Launch."
         Launch(self, grid, block, args, **kw)()
 
-# %% ../nbs/11_cuda.ipynb #c9c4edd9
+# %% ../nbs/11_cuda.ipynb #8b5c6758
 def _slot(a) -> bytes:
     "An argument as the kernel's parameter: 8 bytes at most."
     if hasattr(a, "data") and hasattr(a.data, "ptr"): return np.uint64(a.data.ptr).tobytes()               # a CuPy array: its address
@@ -282,7 +282,8 @@ class Launch:
 
     def _emulate(self):
         "Run it to its end, or note it down while a stream captures."
-        if getattr(RECORDING, "launches", None) is not None: RECORDING.launches.append(self)
+        stream = cupy().cuda.get_current_stream()
+        if stream.captured is not None: stream.captured.append(self)
         else: self.function.launch(*self._shape(), self.config.sharedMemBytes, self.args, self.addresses, self.config.pdl)
 
 def _attributes(driver, pdl: bool, cooperative: bool) -> list:

@@ -19,19 +19,23 @@ def fetched(name: str) -> Path:
 
 @pytest.fixture
 def emulated_gpu(monkeypatch):
-    "The emulator as the GPU of this test, unless LITERATE_GPU is set already (empty: a real one)."
+    "The emulator as the GPU of this test, unless LITERATE_GPU asks for a real one or says which to emulate."
+    from gpu_arrays import emulated
     from literate_engine.emulator import CudaError, host_compiler
-    if "LITERATE_GPU" not in os.environ: monkeypatch.setenv("LITERATE_GPU", "emulated")
-    if os.environ["LITERATE_GPU"]:
+    from literate_engine.emulated_streams import synchronize
+    if emulated() and "LITERATE_GPU" not in os.environ: monkeypatch.setenv("LITERATE_GPU", "emulated")
+    if emulated():
         try: host_compiler()
         except CudaError as e: pytest.skip(str(e))
+        synchronize()                       # what another test has left running is over
 
 
 @pytest.fixture
 def real_gpu():
     "A GPU that is not emulated, for what would take the emulator hours."
     from literate_engine.cuda import CudaError, device
-    if os.environ.get("LITERATE_GPU"): pytest.skip("the GPU is emulated")
+    from literate_engine.emulator import emulated_arch
+    if emulated_arch(): pytest.skip("the GPU is emulated")
     try: return device()
     except CudaError as e: pytest.skip(str(e))
 

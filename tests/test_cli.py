@@ -64,7 +64,7 @@ def test_probe_says_that_a_gpu_is_emulated():
     told = cli("probe", "--quick", LITERATE_GPU="emulated").stdout
     assert "emulated, as sm_90: kernels run on the processor, for tests; nothing is measured" in told and "auto         device cpu" in told
     wrong = cli("probe", "--quick", LITERATE_GPU="h200")
-    assert wrong.returncode == 0 and "none: LITERATE_GPU=h200: expected emulated" in wrong.stdout
+    assert wrong.returncode == 0 and "none: LITERATE_GPU=h200: expected real, emulated" in wrong.stdout
 
 
 def test_inspect(smollm2):

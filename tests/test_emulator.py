@@ -2,9 +2,11 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
+from gpu_arrays import emulated
 
 from literate_engine import emulator
 from literate_engine.cuda import PROBE, CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
@@ -12,7 +14,7 @@ from literate_engine.linear import ACT_OF, linear_int8_ref, linear_ref
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, LINEAR, plans, prepare, quantize_act_gpu, to_gpu
 from literate_engine.quants import QUANT_TYPES, dequantize, quantize
 
-pytestmark = [pytest.mark.usefixtures("emulated_gpu"), pytest.mark.skipif(os.environ.get("LITERATE_GPU") == "", reason="a real GPU, which such mistakes would harm")]
+pytestmark = [pytest.mark.usefixtures("emulated_gpu"), pytest.mark.skipif(not emulated(), reason="a real GPU, which such mistakes would harm")]
 rng = np.random.default_rng(0)
 
 
@@ -243,7 +245,7 @@ def test_only_the_variable_chooses_it(monkeypatch):
         assert device().name == "emulated" and device().arch == arch
     for value in ("cuda", "emulated:12", "emulated:x"):
         monkeypatch.setenv("LITERATE_GPU", value)
-        with pytest.raises(CudaError, match="expected emulated or emulated:ARCH"): device()
+        with pytest.raises(CudaError, match="expected real, emulated or emulated:ARCH"): device()
     monkeypatch.delenv("LITERATE_GPU")
     assert emulator.emulated_arch() is None
 
@@ -253,3 +255,204 @@ def test_no_compiler():
             "except c.CudaError as e: assert 'needs a C++ compiler' in str(e), e\nelse: raise AssertionError\n")
     env = {k: v for k, v in os.environ.items() if k != "CXX"} | {"LITERATE_GPU": "emulated", "PATH": ""}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+# ---------------------------------------------------------------- the order of streams
+def two_streams():
+    cp = cupy()
+    return cp, *(cp.cuda.Stream(non_blocking=True) for _ in range(2))
+
+
+def on(stream, f, *args, **kw):
+    with stream: return f(*args, **kw)
+
+
+def relay(*arrays):
+    "A kernel that reads and writes them, one after the other, on the current stream."
+    for y in arrays: PROBE["relay"](1, 64, [y])
+
+
+UNORDERED = "no stream, event or synchronisation orders the two"
+
+
+def test_a_kernel_on_another_stream_than_the_fill():
+    "The failure that a server had: zeros on the null stream, the kernel on one that does not wait for it."
+    cp, s, t = two_streams()
+    y = cp.zeros(64, np.float32)
+    with pytest.raises(CudaError, match=rf"kernels/probe.cu: relay on stream \d+ writes argument 0 \(float32 \[64\]\), which zeros on the null stream wrote: {UNORDERED}"): on(s, relay, y)
+    cp.cuda.Stream.null.synchronize()
+    on(s, relay, y)
+    with pytest.raises(CudaError, match=r"get on the null stream reads float32 \[64\], which kernels/probe.cu: relay on stream \d+ wrote"): y.get()
+    assert y.get(stream=s)[0] == 2 and y.get()[0] == 2            # the first has waited
+    for wait in (s.synchronize, cp.cuda.runtime.deviceSynchronize, cp.cuda.Device().__enter__().synchronize, lambda: y.get(stream=s), lambda: on(s, lambda: y.sum().item()), lambda: on(s, y.tolist)):
+        on(s, relay, y)
+        with pytest.raises(CudaError, match=UNORDERED): on(t, relay, y)
+        with pytest.raises(CudaError, match=UNORDERED): y.get(stream=t, blocking=False)
+        wait()
+        on(t, relay, y)
+        t.synchronize()
+
+
+def test_events():
+    cp, s, t = two_streams()
+    y, done, u = on(s, cp.zeros, 64, np.float32), cp.cuda.Event(), cp.cuda.Stream(non_blocking=True)
+    t.wait_event(done)                                            # not recorded: nothing to wait for
+    with pytest.raises(CudaError, match="zeros on stream"): on(t, relay, y)
+    done.record(s); t.wait_event(done); on(t, relay, y)
+    u.wait_event(t.record()); on(u, relay, y)                     # and through t after what s did
+    on(u, relay, y)                                               # after the event
+    done.record(t); s.wait_event(done)
+    with pytest.raises(CudaError, match=UNORDERED): on(s, relay, y)
+    done.record(u); done.synchronize(); on(s, relay, y)           # waited for by the host: any stream comes after that
+    on(s, relay, y); done.record(s)
+    on(s, relay, y); done.synchronize()
+    with pytest.raises(CudaError, match=UNORDERED): on(t, relay, y)
+    with s: done.record()                                         # on the current stream
+    assert done.done                                              # told that it is, one may rely on it
+    on(t, relay, y)
+
+
+def test_reads_and_writes():
+    "Reads of two streams do not disturb each other; a write comes after all of them. A const pointer is a read."
+    cp, s, t = two_streams()
+    x, y, z = cp.arange(1 << 12, dtype=cp.uint32), cp.zeros(1024, np.uint32), cp.zeros(1024, np.uint32)
+    cp.cuda.Stream.null.synchronize()
+    read = lambda out: PROBE["read<4>"](4, 256, [x, out, np.int64(x.nbytes//16)])
+    on(s, read, y); on(t, read, z)
+    with pytest.raises(CudaError, match=rf"fill on stream \d+ writes uint32 \[4096\], which kernels/probe.cu: read<4> on stream \d+ read: {UNORDERED}"): on(s, x.fill, 0)
+    t.synchronize()
+    on(s, x.fill, 0)
+    with pytest.raises(CudaError, match="argument 0"): on(t, read, z)
+
+
+ARRAYS = {"zeros": lambda cp, y: cp.zeros(64, np.float32), "full": lambda cp, y: cp.full(64, 1, np.float32), "asarray": lambda cp, y: cp.asarray(np.ones(64, np.float32)), "array": lambda cp, y: cp.array(y),
+          "multiply": lambda cp, y: y*2, "sum": lambda cp, y: y.sum(keepdims=True), "an index": lambda cp, y: y[cp.asarray(np.arange(5))], "astype": lambda cp, y: y.astype(np.float16), "concatenate": lambda cp, y: cp.concatenate([y, y])}
+WRITES = {"an assignment": lambda cp, y: y.__setitem__(slice(3), 1), "fill": lambda cp, y: y.fill(1), "add": lambda cp, y: y.__iadd__(1), "copyto": lambda cp, y: cp.copyto(y, y), "set": lambda cp, y: y.set(np.ones(64, np.float32)),
+          "negative": lambda cp, y: cp.negative(y, out=y)}
+
+
+@pytest.mark.parametrize("what", [*ARRAYS, *WRITES])
+def test_what_arrays_do(what):
+    "Each runs on the current stream, and an error says which it was; a view is nothing that runs."
+    cp, s, t = two_streams()
+    y = cp.zeros(64, np.float32)
+    cp.cuda.Stream.null.synchronize()
+    out = on(s, ARRAYS.get(what) or WRITES[what], cp, y)
+    out = y if what in WRITES else out.reshape(-1)[-1:]
+    with pytest.raises(CudaError, match=rf"get on stream {t.number} reads \w+ \[\d+\], which {what} on stream {s.number} wrote: {UNORDERED}"): out.get(stream=t)
+    out.get(stream=s); out.get(stream=t)
+
+
+def test_parts_of_an_array():
+    "Streams may share an array as long as they stay apart in it; what a kernel wrote is what it did, not what it could have."
+    cp, s, t = two_streams()
+    y = cp.zeros(256, np.float32)
+    cp.cuda.Stream.null.synchronize()
+    on(s, y[:128].fill, 1); on(t, y[128:].fill, 2)
+    with pytest.raises(CudaError, match=UNORDERED): y[120:130].get(stream=s)
+    on(s, relay, y[:64])                                          # and what a stream wrote before it still counts
+    y[:128].get(stream=s)
+    t.synchronize()
+    m = CudaModule("__global__ void f(float* y) { y[threadIdx.x] = 3; }\n")["f"]
+    on(s, m, 1, 64, [y]); on(t, y[64:].fill, 4)
+    with pytest.raises(CudaError, match=UNORDERED): on(t, y[60:].fill, 4)
+    s.synchronize(); t.synchronize()
+    rows = CudaModule("__global__ void f(float* y, int first) { y[(2 * blockIdx.x + first) * 32 + threadIdx.x] = 5; }\n")["f"]
+    on(s, rows, 4, 32, [y, 0]); on(t, rows, 4, 32, [y, 1])        # every other row
+    with pytest.raises(CudaError, match=UNORDERED): on(t, rows, 1, 32, [y, 6])
+    s.synchronize(); t.synchronize(); y[:3] = 3; y[64] = 4
+    assert y[0] == 3 and y[64] == 4
+
+
+def test_the_null_stream():
+    "It waits for streams that are made to be waited for, and they for it."
+    cp, s, _ = two_streams()
+    blocking, other, y = cp.cuda.Stream(), cp.cuda.Stream(), cp.zeros(64, np.float32)
+    on(blocking, relay, y)
+    with pytest.raises(CudaError, match=UNORDERED): on(other, relay, y)
+    relay(y)
+    on(other, relay, y)
+    with pytest.raises(CudaError, match=UNORDERED): on(s, relay, y)
+    cp.cuda.Stream.null.synchronize(); on(s, relay, y)            # it had to come after the others
+
+
+def test_the_current_stream_is_a_threads():
+    cp, s, t = two_streams()
+    seen = []
+    with s:
+        with t: assert cp.cuda.get_current_stream() is t
+        assert cp.cuda.get_current_stream() is s
+        thread = threading.Thread(target=lambda: seen.extend([cp.cuda.get_current_stream(), t.use(), cp.cuda.get_current_stream()]))
+        thread.start(); thread.join()
+        assert cp.cuda.get_current_stream() is s
+    assert seen == [cp.cuda.Stream.null, t, t] and cp.cuda.get_current_stream() is cp.cuda.Stream.null and len({s.ptr, t.ptr, 0}) == 3
+
+
+def test_graphs_run_on_the_stream_of_their_launch():
+    cp, s, t = two_streams()
+    y = cp.zeros(64, np.float32)
+    g = Graph(lambda: relay(y), s)                                # waits for the current stream, so for zeros
+    g(); g()
+    with pytest.raises(CudaError, match=rf"relay on stream {t.number} writes .* relay on stream {s.number} wrote"): g.graph.launch(t)
+    g.synchronize(); g.graph.launch(t)
+    with pytest.raises(CudaError, match=f"zeros on stream {s.number}, which captures"): Graph(lambda: cp.zeros(3), s)
+    assert y.get(stream=t)[0] == 4
+
+
+def test_copies_by_address():
+    cp, s, t = two_streams()
+    y, h = cp.zeros(64, np.float32), np.arange(64, dtype=np.float32)
+    runtime = cp.cuda.runtime
+    with pytest.raises(CudaError, match=rf"memcpyAsync on stream {s.number} writes 128 bytes at 0x[0-9a-f]+, which zeros on the null stream wrote"): runtime.memcpyAsync(y.data.ptr, h.ctypes.data, 128, 1, s.ptr)
+    runtime.memcpy(y.data.ptr, h.ctypes.data, 128, 1)             # on the null stream, and waited for
+    runtime.memcpyAsync(y.data.ptr, h.ctypes.data, 256, 1, s.ptr)
+    with pytest.raises(CudaError, match="memsetAsync"): runtime.memsetAsync(y.data.ptr, 0, 4, t.ptr)
+    with pytest.raises(CudaError, match="memcpy on the null stream reads"): runtime.memcpy(h.ctypes.data, y.data.ptr, 4, 2)
+    assert np.array_equal(y.get(stream=s), h)
+    runtime.memset(y.data.ptr, 0, 256)
+    with pytest.raises(CudaError, match="which memset on the null stream wrote"): on(s, relay, y)
+
+
+def test_memory_of_the_host():
+    "It must not be sent again before the host has waited."
+    cp, s, t = two_streams()
+    y, h = on(s, cp.zeros, 64, np.float32), np.frombuffer(cp.cuda.alloc_pinned_memory(512), np.float32, 128)
+    y.set(h[:64], stream=s); y.set(h[64:], stream=s)
+    with pytest.raises(CudaError, match=rf"set on stream {s.number} reads 256 bytes of the host, which set on stream {s.number} read: the host memory of a copy that may still run"): y.set(h[63:127], stream=s)
+    done = s.record()
+    t.wait_event(done)
+    with pytest.raises(CudaError, match="the host memory of a copy"): y.set(h[:64], stream=t)         # a stream that waits is not the host
+    done.synchronize(); y.set(h[:64], stream=t)
+    plain = np.zeros(64, np.float32)
+    y.set(plain, stream=t); y.set(plain, stream=t); y.set(np.zeros(64, np.float32), stream=t); y.set(np.zeros(64, np.float32), stream=t)
+    plain[5] = 1
+    with pytest.raises(CudaError, match="the host memory of a copy"): y.set(plain[None][0], stream=t)
+    t.synchronize()
+    cp.cuda.runtime.hostRegister(plain.ctypes.data, plain.nbytes, 0)
+    y.set(plain, stream=t)
+    with pytest.raises(CudaError, match="the host memory of a copy"): cp.cuda.runtime.memcpyAsync(y.data.ptr, plain.ctypes.data + 4, 8, 1, t.ptr)
+    cp.cuda.runtime.hostUnregister(plain.ctypes.data)
+    t.synchronize(); y.set(plain, stream=t)
+
+
+@pytest.mark.parametrize("value, is_emulated", [("real", False), ("", False), (None, True), ("emulated", True), ("emulated:80", True)])
+def test_which_gpu_the_tests_take(value, is_emulated, monkeypatch):
+    monkeypatch.delenv("LITERATE_GPU", raising=False)
+    if value is not None: monkeypatch.setenv("LITERATE_GPU", value)
+    assert emulated() is is_emulated and (emulator.emulated_arch() is not None) is (is_emulated and value is not None)
+
+
+def test_memory_that_is_freed():
+    "It comes back on the stream that it was allocated on, whoever still uses it on another."
+    cp, s, t = two_streams()
+    y = cp.zeros(64, np.float32)
+    cp.cuda.Stream.null.synchronize()
+    on(t, relay, y)
+    del y
+    with pytest.raises(CudaError, match=rf"zeros on the null stream writes float32 \[100\], which kernels/probe.cu: relay \(of an array freed since, whose memory this may be\) on stream {t.number} wrote: {UNORDERED}"):
+        cp.zeros(100, np.float32)
+    cp.zeros(1000, np.float32)                                    # does not fit there
+    on(s, cp.zeros, 64, np.float32)                               # memory of another stream
+    on(t, relay, cp.empty(64, np.float32))                        # the stream that used it last
+    t.synchronize()
+    cp.zeros(64, np.float32)

@@ -1,15 +1,15 @@
 """Selection on the GPU against sorting, in the emulator where there is no GPU: unkind rows, masks, odd vocabularies; samplers that go on from candidates write what they write from whole rows."""
-import os
 
 import numpy as np
 import pytest
+from gpu_arrays import emulated
 
 from literate_engine import topk_gpu as module
 from literate_engine.cuda import Graph, cupy
 from literate_engine.sampling import Sampler, SamplingParams
 from literate_engine.topk_gpu import Ask, Selection, mask_words, topk_gpu, topk_ref
 
-EMULATED = os.environ.get("LITERATE_GPU", "emulated") != ""                # as the fixture decides
+EMULATED = emulated()
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from gpu_arrays import emulated
 
 from literate_engine import upload as module
 from literate_engine.cpu_ops import run_op
@@ -15,7 +16,7 @@ from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
 from literate_engine.quants import QUANT_TYPES, QuantTensor, dequantize
 from literate_engine.upload import Uploader, choose_device, gpu_bytes, gpu_facts, held_blocks_gpu, held_on_gpu, memory_plan, plane_shapes, slab_bytes, upload, weight_bytes
 
-EMULATED = os.environ.get("LITERATE_GPU", "emulated") != ""                # as the fixture decides
+EMULATED = emulated()
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 
