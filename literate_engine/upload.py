@@ -195,7 +195,7 @@ class Piece:
     uses: list                # (moves, w): what is packed of them, and into which matrix
     to: object = None         # an array on the GPU that the bytes are copied to as they are, where there is nothing to pack
 
-# %% ../nbs/18_upload.ipynb #950cbd1f
+# %% ../nbs/18_upload.ipynb #2c5e4715
 class Worker(threading.Thread):
     "Takes pieces until there are none: from the file to pinned memory, to the GPU, to where they belong."
     def __init__(self, number: int, owner: "Uploader"):
@@ -207,15 +207,14 @@ class Worker(threading.Thread):
     def run(self):
         owner = self.owner
         with cupy().cuda.Device(owner.device), self.stream:
-            try:
-                while piece := owner.todo.get():
-                    if owner.error: continue                                                # only emptying the queue
-                    slot, self.turn = self.slots[self.turn], (self.turn + 1) % SLOTS
-                    try: self.fill(slot, piece.raw.reshape(-1)); self.send(slot, piece)
-                    except BaseException as e: owner.error = owner.error or e
-            finally:
-                self.stream.synchronize()
-                for slot in self.slots: slot.unpin()
+            while piece := owner.todo.get():
+                if owner.error: continue                                                    # only emptying the queue
+                slot, self.turn = self.slots[self.turn], (self.turn + 1) % SLOTS
+                try: self.fill(slot, piece.raw.reshape(-1)); self.send(slot, piece)
+                except BaseException as e: owner.error = owner.error or e
+            for step in (self.stream.synchronize, *(slot.unpin for slot in self.slots)):     # each of them, whatever became of the others
+                try: step()
+                except Exception as e: owner.error = owner.error or e
 
     def fill(self, slot: Slot, raw: np.ndarray) -> None:    # uint8 [bytes]
         "Put a piece into pinned memory: read from its file, or copied if it has none."

@@ -131,12 +131,12 @@ def test_buffers_that_cannot_be_pinned_are_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
-@pytest.mark.parametrize("fails", ["hostRegister", "fill", "memcpyAsync", "held"])
+@pytest.mark.parametrize("fails", ["hostRegister", "fill", "memcpyAsync", "synchronize", "held"])
 def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
     "A worker that fails while pinning or copying, a copy that fails, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
     small(monkeypatch)
     pages, (file, parts) = Pages(monkeypatch), big(tmp_path, np.random.default_rng(4), 400)
-    count, limit = itertools.count(), 2 if fails == "hostRegister" else 8
+    count, limit = itertools.count(), {"hostRegister": 2, "synchronize": 5}.get(fails, 8)
     def failing(real):
         def call(*args):
             if next(count) == limit: raise MemoryError("no more of it")
@@ -144,6 +144,7 @@ def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
         return call
     runtime = type(cupy().cuda.runtime)
     if fails == "fill": monkeypatch.setattr(module.Worker, "fill", failing(module.Worker.fill))
+    elif fails == "synchronize": monkeypatch.setattr(module.cupy().cuda.Stream, "synchronize", failing(module.cupy().cuda.Stream.synchronize))
     elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
     elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
     else: parts.append(QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32)))
