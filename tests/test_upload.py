@@ -139,7 +139,7 @@ def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
     count, limit = itertools.count(), 2 if fails == "hostRegister" else 8
     def failing(real):
         def call(*args):
-            if next(count) == limit or fails == "synchronize" and threading.current_thread() in threads(): raise MemoryError("no more of it")
+            if threading.current_thread() in threads() if fails == "synchronize" else fails and next(count) == limit: raise MemoryError("no more of it")
             return real(*args)
         return call
     runtime = type(cupy().cuda.runtime)
