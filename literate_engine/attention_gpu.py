@@ -58,7 +58,7 @@ class KVCacheGpu:
         step, kv = SimpleNamespace(slot_mapping=cp.asarray(np.asarray(slot_mapping, np.int32))), SimpleNamespace(cache=self, index=layer)
         for launch in prepare_kv_store(*(cp.asarray(np.ascontiguousarray(x, np.float32)) for x in (k, v)), kv, step): launch()
 
-# %% ../nbs/26_attention_gpu.ipynb #1c52cdfb
+# %% ../nbs/26_attention_gpu.ipynb #5f0f81e8
 def _block_places(self, group: int = 0):
     "(on the GPU: address, bytes of a row and its place in the buffer, for each array of a group; a buffer for one block)"
     if group not in self._places:
@@ -84,6 +84,7 @@ def _write_block(self, i: int, data: np.ndarray, group: int = 0) -> None:
     buffer = self.block_places(group)[1]
     assert i > 0 and data.shape == buffer.shape, f"writing {data.shape} bytes into block {i}, expected {buffer.shape} and a block above 0"
     buffer.set(data)
+    cupy().cuda.get_current_stream().synchronize()    # until then the copy may still read `data`, which is the caller's
     self.copy_block(-1, i, group)
 
 def _block_layout(self, group: int = 0) -> tuple[str, ...]:

@@ -158,13 +158,13 @@ def read_past_caches(tid, n, I, S):
     fence()
     i64_at(I[10])[0] = got
 
-# %% ../nbs/18_upload.ipynb #d5208712
+# %% ../nbs/18_upload.ipynb #952f1ed1
 def _memory(nbytes):
     "uint8 [nbytes] of fresh pages, the first at a multiple of HUGE."
     if sys.platform != "linux": whole = np.empty(nbytes + HUGE, np.uint8)
     else:
         pages = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError): pages.madvise(mmap.MADV_HUGEPAGE)                 # a kernel without them
+        with contextlib.suppress(OSError, AttributeError): pages.madvise(mmap.MADV_HUGEPAGE)  # a kernel without them, or a Python that does not know of them
         whole = np.frombuffer(pages, np.uint8)
     return whole[-whole.ctypes.data % HUGE:][:nbytes]
 
@@ -195,34 +195,48 @@ class Piece:
     uses: list                # (moves, w): what is packed of them, and into which matrix
     to: object = None         # an array on the GPU that the bytes are copied to as they are, where there is nothing to pack
 
-# %% ../nbs/18_upload.ipynb #2c5e4715
+# %% ../nbs/18_upload.ipynb #0cff25c4
 class Worker(threading.Thread):
     "Takes pieces until there are none: from the file to pinned memory, to the GPU, to where they belong."
     def __init__(self, number: int, owner: "Uploader"):
         super().__init__(name=f"upload {number}", daemon=True)
         self.owner, self.stream, self.slots, self.turn, self.room, self.launches = owner, cupy().cuda.Stream(non_blocking=True), [Slot() for _ in range(SLOTS)], 0, None, {}
         self.scratch, self.came = _memory(SCRATCH), np.zeros(1, np.int64)
-        self.start()
 
     def run(self):
-        owner = self.owner
-        with cupy().cuda.Device(owner.device), self.stream:
-            while piece := owner.todo.get():
-                if owner.error: continue                                                    # only emptying the queue
-                slot, self.turn = self.slots[self.turn], (self.turn + 1) % SLOTS
-                try: self.fill(slot, piece.raw.reshape(-1)); self.send(slot, piece)
-                except BaseException as e: owner.error = owner.error or e
-            for step in (self.stream.synchronize, *(slot.unpin for slot in self.slots)):     # each of them, whatever became of the others
-                try: step()
-                except Exception as e: owner.error = owner.error or e
+        owner, piece = self.owner, True
+        try:
+            with cupy().cuda.Device(owner.device), self.stream:
+                try:
+                    while (piece := owner.todo.get()) and not owner.error: self.work(piece)
+                finally: self.end()
+        except BaseException as e: owner.error = owner.error or e
+        while piece: piece = owner.todo.get()         # after an error the queue is emptied all the same: whoever fills it must not wait for ever
+        owner.todo.put(None)                          # the end, for the next one
+
+    def work(self, piece: Piece) -> None:
+        slot, self.turn = self.slots[self.turn], (self.turn + 1) % SLOTS
+        self.fill(slot, piece.raw.reshape(-1))
+        self.send(slot, piece)
+
+    def end(self) -> None:
+        "Give everything back, each thing whatever became of the others."
+        for step in (self.stream.synchronize, *(slot.unpin for slot in self.slots)):
+            try: step()
+            except Exception as e: self.owner.error = self.owner.error or e
+        self.room, self.launches = None, {}
 
     def fill(self, slot: Slot, raw: np.ndarray) -> None:    # uint8 [bytes]
         "Put a piece into pinned memory: read from its file, or copied if it has none."
         to, at = slot.room(raw.nbytes), raw.ctypes.data
-        for start, end, fd, name in self.owner.files:
-            if start <= at < end:
-                run_op("read_past_caches", fd, at - start, to, raw.nbytes, self.scratch, SCRATCH, self.came)
-                if self.came[0] != raw.nbytes: raise OSError(f"{name}: byte {at - start + self.came[0]} cannot be read: the file is shorter than it was, or its disk fails")
+        for data, fd, name in self.owner.files:
+            if 0 <= (first := at - data.ctypes.data) < data.nbytes:
+                run_op("read_past_caches", fd, first, to, raw.nbytes, self.scratch, SCRATCH, self.came)
+                got = int(self.came[0])
+                while got < raw.nbytes:                # the call was interrupted, or failed: Python's own repeats the one and names the other
+                    if not (part := os.pread(fd, raw.nbytes - got, first + got)): raise OSError(f"{name}: byte {first + got} cannot be read: the file is shorter than it was")
+                    to[got:got + len(part)] = np.frombuffer(part, np.uint8)
+                    got += len(part)
                 break
         else: run_op("copy_past_caches", raw, to, raw.nbytes)
         if self.owner.refused is None:
@@ -247,13 +261,13 @@ class Worker(threading.Thread):
         else: launch.args, launch.values[:], launch.config.gridDimX = args, pack_args(args)[0], num
         launch()
 
-# %% ../nbs/18_upload.ipynb #b6591067
+# %% ../nbs/18_upload.ipynb #916f35a4
 class Uploader:
     "Sends matrices to the current GPU and packs them there, while further ones are on their way."
     def __init__(self, files: list = (),              # GGUFFile.shards: what lies in their `data` is read by their `fd`
                  sizes: list[int] = ()):              # bytes on the GPU of the matrices to come, in their order; those that are not announced take memory for themselves
         self.num, self.device, self.error, self.refused = WORKERS or max(2, min(16, num_cores()) - 2), device().index, None, None
-        self.files = [(s.data.ctypes.data, s.data.ctypes.data + s.data.nbytes, s.fd, s.name) for s in files if s.fd is not None and hasattr(os, "pread")]
+        self.files = [(s.data, os.dup(s.fd), s.name) for s in files if s.fd is not None and hasattr(os, "pread")]          # descriptors of its own: who closes the files meanwhile does no harm
         self.notes, self.nbytes, self.sent, self.last, self.keep = {}, 0, 0, None, []
         self.todo, self.workers, self.tables, self.slab, self.at, slabs = queue.Queue(2*self.num), [], cupy().cuda.Stream(non_blocking=True), None, 0, []
         for n in sizes:
@@ -311,7 +325,9 @@ class Uploader:
         "Hand over the piece that was held back."
         if not self.last: return
         if self.error: raise self.error
-        if len(self.workers) < self.num: self.workers.append(Worker(len(self.workers), self))
+        if len(self.workers) < self.num:
+            self.workers.append(Worker(len(self.workers), self))
+            self.workers[-1].start()
         self.keep.append(self.last.uses)              # the arrays that kernels read and write
         self.sent += self.last.to is None
         self.todo.put(self.last)
@@ -322,8 +338,8 @@ class Uploader:
         here = np.flatnonzero((rows >= a) & (rows < a + num))
         moves = np.concatenate([np.stack([rows[here] - a, first + here], 1), np.array([(-1, i) for i in zeros], np.int64).reshape(-1, 2)])
         if not len(moves): return None
-        table = cupy().empty(moves.shape, np.int32)
-        table.set(moves.astype(np.int32), stream=self.tables)
+        table, host = cupy().empty(moves.shape, np.int32), moves.astype(np.int32)
+        table.set(host, stream=self.tables)
         self.tables.synchronize()
         return table
 
@@ -337,16 +353,18 @@ class Uploader:
         finally: self.close()
 
     def _stop(self):
-        for _ in self.workers: self.todo.put(None)
-        for w in self.workers: w.join()
-        self.workers = []
+        self.todo.put(None)
+        for w in self.workers:
+            if w.ident: w.join()                      # an interrupt may have come before it was started
+        self.workers, self.todo = [], queue.Queue(2*self.num)
 
     def close(self) -> None:
         "Stop where it is, and give back what only the upload needed."
         if self.workers: self.error = self.error or RuntimeError("the upload was given up")
         self._stop()
         self.aside.shutdown(cancel_futures=True)
-        self.keep, self.last, self.slabs, self.slab = [], None, deque(), None
+        for _, fd, _ in self.files: os.close(fd)
+        self.files, self.keep, self.last, self.slabs, self.slab, self.error = [], [], None, deque(), None, None          # an error kept would keep, through its frames, all of this
 
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
@@ -355,7 +373,7 @@ def slab_bytes(shapes: tuple) -> int:
     "What planes take where one comes after the other, each from a multiple of 512 on."
     return sum(-(-math.prod(s)//512)*512 for s in shapes if s)
 
-# %% ../nbs/18_upload.ipynb #bfb7a0bf
+# %% ../nbs/18_upload.ipynb #0f3786e1
 def upload(
     tensors: list,                                    # QuantTensors, or rows of them; a list of some is one matrix
     progress: Callable | None = None,                 # (done, of how many)
@@ -369,6 +387,7 @@ def upload(
             done.append(u.matrix(*t))
             if progress: progress(len(done), len(tensors))
         u.finish()
+    cupy().get_default_memory_pool().free_all_blocks()                                      # the workers' buffers: what the driver loads and captures next needs memory that is not CuPy's
     return done, list(u.notes.values())
 
 # %% ../nbs/18_upload.ipynb #8ad9afc6
@@ -429,14 +448,16 @@ def _longest(kv_bytes, kv_type, limit, left):
         low, high = (mid, high) if kv_bytes(16*mid, kv_type) <= left else (low, mid - 1)
     return 16*low
 
-# %% ../nbs/18_upload.ipynb #6815d644
+# %% ../nbs/18_upload.ipynb #f1a8be69
 def choose_device(need: int = 0) -> tuple[str, str]:         # bytes that the model needs at least -> "cuda" or "cpu", and why
     "What `auto` means on this machine."
     try: d = device()
     except CudaError as e: return "cpu", str(e).splitlines()[0]
     if d.name == "emulated": return "cpu", "the GPU is emulated, which is for tests: it has to be asked for by name"
     if d.arch < 75: return "cpu", f"{d.name} is sm_{d.arch}, the kernels need sm_75"
-    free, total = cupy().cuda.runtime.memGetInfo()
+    runtime = cupy().cuda.runtime
+    try: free, total = runtime.memGetInfo()
+    except runtime.CUDARuntimeError as e: return "cpu", f"{d.name} cannot be used: {e}"
     if need > free: return "cpu", f"the model needs {_gib(need)}, of the {_gib(total)} of {d.name} there are {_gib(free)} free"
     return "cuda", f"{d.name} has {_gib(free)} free" + (f", the model needs {_gib(need)}" if need else "")
 

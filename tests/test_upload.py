@@ -159,6 +159,65 @@ def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
     assert not pages.held and threads() == [] and u.keep == u.workers == [] and u.todo.empty() and u.last is None
 
 
+@pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_workers_that_cannot_begin_or_end(where, tmp_path, monkeypatch):
+    "The device cannot be chosen, or not be left again: an error, and nobody waits."
+    small(monkeypatch)
+    file, parts = big(tmp_path, np.random.default_rng(4), 400)
+    class Broken:
+        def __enter__(self):
+            if where == "before": raise MemoryError("no more of it")
+        def __exit__(self, *error): raise MemoryError("no more of it")
+    monkeypatch.setattr(module.cupy().cuda, "Device", lambda i: Broken())
+    with pytest.raises(MemoryError, match="no more of it"): upload(parts, files=file.shards)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_interrupt_while_workers_start(at, tmp_path, monkeypatch):
+    small(monkeypatch)
+    file, parts = big(tmp_path, np.random.default_rng(4), 400)
+    count, start = itertools.count(), module.Worker.start
+    def interrupted(self):
+        n = next(count)
+        if n != at or at % 2: start(self)
+        if n == at: raise KeyboardInterrupt
+    monkeypatch.setattr(module.Worker, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt): upload(parts, files=file.shards)
+    assert threads() == []
+
+
+def test_files_closed_meanwhile(tmp_path, monkeypatch):
+    "The uploader has descriptors of its own, and its matrices are whole."
+    small(monkeypatch)
+    file, parts = big(tmp_path, np.random.default_rng(4), 400)
+    with Uploader(file.shards) as u:
+        done = [u.matrix(parts[0])]
+        assert not file.close()                          # the parts are views of the map
+        other = [os.open(__file__, os.O_RDONLY) for _ in range(3)]
+        done.append(u.matrix(parts[1]))
+        u.finish()
+    for fd in other: os.close(fd)
+    same(parts, done)
+
+
+def test_an_upload_that_failed_holds_nothing(tmp_path, monkeypatch):
+    import gc
+    small(monkeypatch)
+    file, parts = big(tmp_path, np.random.default_rng(4), 400)
+    monkeypatch.setattr(module.Worker, "send", lambda self, slot, piece: 1/0)
+    gc.collect(); gc.disable()
+    try:
+        before = cupy().get_default_memory_pool().used_bytes()
+        try: upload(parts, files=file.shards)
+        except ZeroDivisionError: pass
+        else: raise AssertionError("no error")
+        del parts
+        assert cupy().get_default_memory_pool().used_bytes() == before and file.close()
+    finally: gc.enable()
+
+
 def test_memory_is_bounded(tmp_path, monkeypatch):
     "Buffers, and pieces that have been asked for and not been sent."
     small(monkeypatch, WORKERS=2)
