@@ -51,7 +51,7 @@ def reference_calls(model: Model) -> Iterator[Call]:
     for n, ((op, value), where) in enumerate(zip(tape.seen, tape.where)):
         if value is not None: yield Call(n, op, where, np.array(value, np.float32))
 
-# %% ../nbs/32_trace.ipynb #c55abd05
+# %% ../nbs/32_trace.ipynb #350f36f4
 def cpu_calls(model: Model) -> Iterator[Call]:
     "The same on a CPU, one instruction at a time"
     p = model.program
@@ -65,7 +65,7 @@ def gpu_calls(model: Model) -> Iterator[Call]:
     p = model.program
     step = p.step()
     with p.stream:
-        step.arrays.device.set(step.arrays.fill())
+        step.arrays.send(p.stream)
         for n, (at, launch) in enumerate(step.launches):
             launch()
             if at is None or n + 1 < len(step.launches) and step.launches[n + 1][0] == at: continue          # the instruction goes on

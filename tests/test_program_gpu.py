@@ -116,6 +116,19 @@ def test_the_engine(caplog):
     assert out["ref"] == out["cuda"] and not caplog.records, caplog.text
 
 
+def test_prompts_in_many_pieces_and_few_shapes(monkeypatch):
+    "Steps that nobody reads anything of, one after the other, with a seed (greedy ones are waited for); and more shapes of steps than are kept"
+    from literate_engine import program_gpu
+    monkeypatch.setattr(program_gpu, "MAX_SHAPES", 3)
+    rng, out = np.random.default_rng(7), {}
+    prompts = [rng.integers(0, 512, n).tolist() for n in (230, 5, 120, 17)]
+    for device in ("ref", "cuda"):
+        with LLM(fixture("llama.gguf"), device=device, activations="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32) as llm:
+            out[device] = [[o.token_ids for o in llm.generate(p, SamplingParams(max_tokens=6, ignore_eos=True, temperature=t, top_k=20, seed=3), progress=False)] for p in (prompts[:1], prompts) for t in (0, 1)]
+            if device == "cuda": assert len(llm.engine.model.program.steps) == 3
+    assert out["ref"] == out["cuda"]
+
+
 DRAWN = [dict(temperature=1, seed=3, top_k=20), dict(temperature=.7, seed=4, top_p=.8), dict(temperature=1, seed=5, min_p=.1, repetition_penalty=1.3, repetition_window=20), dict(logprobs=3),
          dict(presence_penalty=.5, frequency_penalty=.2, logit_bias={5: 2.0}), dict(regex="[a-z ]+"), dict(temperature=1, seed=6, top_k=30, prompt_logprobs=1)]
 
