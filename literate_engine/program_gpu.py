@@ -290,7 +290,7 @@ class StepArrays:
         self.device.set(self.fill(), stream=stream)
         self.sent[self.turn].record(stream)
 
-# %% ../nbs/30_program_gpu.ipynb #b4b161d5
+# %% ../nbs/30_program_gpu.ipynb #c62786a4
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -325,6 +325,7 @@ class GpuProgram:
         self.scratch, self.parts = AttentionScratch(self.layers, self.batch.max_num_seqs, self.max_len), PartSums()
         self.tile_sizes = sorted({tile_tokens(l, c.kv_type, c.kv_type_v, device().arch) for l in self.layers})
         self.best, self.turn = cp.zeros(self.max_outs, np.int32), 0                     # ids of the last step's best tokens
+        self.selections = {}                                                            # number of rows -> what selects from so many: the logits of all shapes lie at the same place
         self.answers = [(pinned(self.max_outs), cp.cuda.Event(disable_timing=True)) for _ in range(2)]
 
     def tune(self, sizes: list[int]) -> None:
@@ -360,10 +361,10 @@ class GpuProgram:
         "The k best tokens of the last step's rows, and what else is asked of each, of up to `room` others"
         step = self.step()
         with self.stream:                                                                # its arrays are cleared here too: another stream's clearing may come after the launches
-            if step.selection is None: step.selection = Selection(step.array(self.logits), k, self.n_token, room, masked=True)
-            step.selection.ask(asks, self.stream)
-            for launch in step.selection.launches: launch()
-        return step.selection.read(self.stream)
+            if (selection := self.selections.get(step.shape.outs)) is None: selection = self.selections[step.shape.outs] = Selection(step.array(self.logits), k, self.n_token, room, masked=True)
+            selection.ask(asks, self.stream)
+            for launch in selection.launches: launch()
+        return selection.read(self.stream)
 
     def start(self) -> Callable[[], np.ndarray]: # () -> int32 [num_out]
         "Start the step; what is returned waits for the ids of its best tokens"
@@ -385,16 +386,16 @@ class GpuProgram:
     def close(self) -> None:
         "Wait for what still runs, and give the memory back"
         if self.stream: self.stream.synchronize()
-        self.steps, self.buffers, self.scratch, self.parts, self.answers, self.tables, self.rooms = {}, [], None, None, [], {}, {}
+        self.steps, self.buffers, self.scratch, self.parts, self.answers, self.tables, self.rooms, self.selections = {}, [], None, None, [], {}, {}, {}
         self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
         cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #db75f890
+# %% ../nbs/30_program_gpu.ipynb #7a06d986
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
         self.program, self.shape, self.arrays, self.launches, self.acts = program, shape, StepArrays(program.batch, shape, program.tile_sizes), [], {}
-        self.numbers, self.selection, self.free = self.arrays.groups[0], None, {}
+        self.numbers, self.free = self.arrays.groups[0], {}
         self.small = {v for v in program.own if self.rows(v) == 1 and all(self.takes_row(r.operands[2]) for r in program.read[v])}          # rows that products prepare
         for at, i in enumerate(program.code):
             if i.out is None or i.out not in self.small or program.own[i.out] is None: self.launches += [(at, launch) for launch in BUILD[i.op](self, *i.operands)]
