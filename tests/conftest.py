@@ -1,12 +1,22 @@
 """Fixtures shared by the tests: the repository's root and the real models, fetched when they can be."""
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))               # the tests read the checkout, whether or not the package is installed
+
+
+def hold(engine, seconds: float = 0.4) -> None:
+    "Have the engine wait before its next step: what is submitted within this time begins together, however busy the machine is."
+    from literate_engine.sampling import SamplingParams
+    gate, held = threading.Event(), threading.Event()
+    engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True), lambda output: (held.set(), gate.wait(30)))          # on the engine's thread
+    assert held.wait(30)
+    threading.Timer(seconds, gate.set).start()
 
 
 def fetched(name: str) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import hold
 
 from literate_engine.core import data_dir, fixture
 from literate_engine.engine import Engine, EngineConfig, EngineFull, Generation, scripted_engine
@@ -364,6 +365,7 @@ def test_a_preempted_state_is_computed_again(name):
         alone = [llm.generate(p, params)[0] for p in prompts]
         pool, spare = llm.engine.model.pool, llm.engine.model.pool.num_free - 7
         taken = pool.allocate(spare)                                                # as if the cache were this small
+        hold(llm.engine)
         together = llm.generate(prompts, params)
         assert llm.engine.stats()["num_preemptions"] > 0
         pool.free(taken)

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import openai
 import pytest
+from conftest import hold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_server import GO, ROUTES, asked, ids, post, receive, send, served, streamed
@@ -101,6 +102,7 @@ def test_a_form_changes_nothing_for_others_and_survives_preemption():
         def heard(o):
             got.setdefault(o.request_id, []).extend(o.token_ids)
             if o.finish_reason: done.release()
+        hold(llm.engine)
         for i, p in enumerate(prompts):
             for j, q in enumerate((free, formed)): llm.engine.submit(p, q, heard, f"{2 * i + j}")
         for _ in range(8): assert done.acquire(timeout=20)
