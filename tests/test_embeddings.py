@@ -1,10 +1,10 @@
 """Embeddings: against hidden states recovered from foreign logits, in company, cut, preempted, and over the route."""
 import base64
-import threading
 
 import numpy as np
 import openai
 import pytest
+from conftest import hold
 from test_server import GO, ids, post, send, served
 
 from literate_engine.core import assert_close, fixture, rel_err
@@ -53,13 +53,11 @@ def test_in_company_and_cut_the_same_bits(name):
 
 
 def test_beside_generation_and_after_preemption():
-    gate = threading.Event(); gate.set()
-    with LLM(scripted_engine(lambda t: gate.wait(60) * 65 + len(t) % 7, num_blocks=8, max_num_batched_tokens=13, max_num_seqs=4)) as llm:
+    with LLM(scripted_engine(lambda t: 65 + len(t) % 7, num_blocks=8, max_num_batched_tokens=13, max_num_seqs=4)) as llm:
         alone, text = llm.embed([[i] * (5 + i) for i in range(12)]), llm.generate("q", SamplingParams(max_tokens=40))[0].text
         done = []
-        gate.clear()
+        hold(llm.engine)                                                       # together they need more blocks than there are
         for _ in range(3): llm.engine.submit([113], SamplingParams(max_tokens=40), done.append)
-        gate.set()                                                             # all three at the same time, however busy the machine is: together they need more blocks than there are
         assert (llm.embed([[i] * (5 + i) for i in range(12)]) == alone).all()
         assert llm.generate("q", SamplingParams(max_tokens=40))[0].text == text
         while sum(o.finish_reason is not None for o in done) < 3: pass
