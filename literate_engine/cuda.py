@@ -7,8 +7,8 @@ __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', '
            'explain', 'keep_file', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph',
            'Calls', 'bench_gpu', 'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
-# %% ../nbs/11_cuda.ipynb #134a025a
-import contextlib, functools, hashlib, importlib, json, os, re, tempfile, threading, time
+# %% ../nbs/11_cuda.ipynb #4375b505
+import contextlib, functools, hashlib, importlib, json, os, re, struct, tempfile, threading, time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,7 +19,8 @@ from .core import cache_dir
 from .emulator import CudaError, EmulatedKernel, SHARED, Source, build_emulated, emulated_arch, emulated_cupy, kernels_dir, show_kernel
 _all_ = ["CudaError", "Source", "kernels_dir", "show_kernel"]
 
-# %% ../nbs/11_cuda.ipynb #1563a1e4
+# %% ../nbs/11_cuda.ipynb #b3953029
+@functools.cache
 def _bindings(name: str):
     "`cuda.bindings.driver` or `.nvrtc`."
     try: return importlib.import_module(f"cuda.bindings.{name}")
@@ -131,7 +132,7 @@ def keep_file(path: Path, data: bytes) -> None:
         os.replace(f.name, path)
     except OSError: pass
 
-# %% ../nbs/11_cuda.ipynb #2c2838f4
+# %% ../nbs/11_cuda.ipynb #a0f2f43d
 @dataclass(frozen=True)
 class Device:
     "What a kernel's wrapper asks of a GPU."
@@ -144,26 +145,31 @@ class Device:
 
 def cupy():
     "CuPy, or one line that says how to get it; the emulator's, if LITERATE_GPU asks for it (and never otherwise)."
-    if emulated_arch(): return emulated_cupy()
+    return emulated_cupy() if emulated_arch() else _cupy()
+
+def _cupy():
     try: import cupy as cp
     except ImportError: raise CudaError("CuPy is not here: running on a GPU needs `pip install literate-engine[gpu]`") from None
     return cp
 
 @functools.cache
 def _device(index: int) -> Device:
-    cp = cupy()
+    cp = _cupy()
     with cp.cuda.Device(index): cp.cuda.runtime.free(0)                    # makes the context
     p = cp.cuda.runtime.getDeviceProperties(index)
     return Device(index, p["name"].decode(), 10*p["major"] + p["minor"], p["multiProcessorCount"], p["l2CacheSize"], p["sharedMemPerBlockOptin"])
 
+@functools.cache
+def _emulated(arch: int) -> Device: return Device(0, "emulated", arch, 4, 4 << 20, SHARED[arch]*1024)
+
 def device() -> Device:
     "The current GPU."
-    if arch := emulated_arch(): return Device(0, "emulated", arch, 4, 4 << 20, SHARED[arch]*1024)
-    cp = cupy()
+    if arch := emulated_arch(): return _emulated(arch)
+    cp = _cupy()
     try: return _device(cp.cuda.runtime.getDevice())
     except cp.cuda.runtime.CUDARuntimeError as e: raise CudaError(f"no GPU that can be used: {e}") from None
 
-# %% ../nbs/11_cuda.ipynb #63c9d4c7
+# %% ../nbs/11_cuda.ipynb #b002e4d4
 MODULES = {}                                          # file -> CudaModule: what the tests compile
 
 class CudaModule:
@@ -212,9 +218,10 @@ class Kernel:
 
     def allow(self, shared: int) -> None:
         "Let launches have so many bytes of dynamic shared memory. The permission is the function's and not the launch's, so it only ever grows"
+        if shared <= 40*1024: return                                                                           # with static arrays, more is perhaps past the 48 KB that need no permission
         driver, function = _bindings("driver"), self.function
         with self._lock:
-            if shared <= max(40*1024, self._allowed.get(int(function), 0)): return                             # with static arrays, 40 KB are perhaps past the 48 that need no permission
+            if shared <= self._allowed.get(int(function), 0): return
             call(driver.cuFuncSetAttribute, function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
             self._allowed[int(function)] = shared
 
@@ -234,39 +241,53 @@ class Kernel:
         "Launch once; for more than once, keep a Launch."
         Launch(self, grid, block, args, **kw)()
 
-# %% ../nbs/11_cuda.ipynb #8b5c6758
-def _slot(a) -> bytes:
-    "An argument as the kernel's parameter: 8 bytes at most."
-    if hasattr(a, "data") and hasattr(a.data, "ptr"): return np.uint64(a.data.ptr).tobytes()               # a CuPy array: its address
-    if a is None: return np.uint64(0).tobytes()
-    if isinstance(a, bool | np.bool_): return np.uint8(a).tobytes()
-    if isinstance(a, int):
+# %% ../nbs/11_cuda.ipynb #9cc9f14e
+@functools.cache
+def _format(kind: type) -> str:
+    "How an argument of a type lies in its 8 bytes, as `struct` writes it; a pointer if it is no number."
+    return next((f for of, f in ((bool | np.bool_, "?7x"), (int, "i4x"), (float, "f4x"), (np.generic, "8s")) if issubclass(kind, of)), "Q")
+
+def _slot(a) -> tuple:
+    "An argument as the kernel's parameter: a format of `struct` for 8 bytes, and what it is to write."
+    f = _format(type(a))
+    if f == "i4x":
         if not -2**31 <= a < 2**31: raise ValueError(f"argument {a} does not fit 32 bits: pass np.int64 or np.uint64")
-        return np.int32(a).tobytes()
-    if isinstance(a, float): return np.float32(a).tobytes()
-    if isinstance(a, np.generic) and a.itemsize <= 8: return a.tobytes()
+        return f, a
+    if f == "f4x": return f, np.float32(a)                                                                  # past float32's end this is inf and no error
+    if f == "?7x": return f, a
+    if f == "8s" and a.itemsize <= 8: return f, a.tobytes()
+    if a is None: return f, 0
+    if f == "Q" and hasattr(a, "data") and hasattr(a.data, "ptr"): return f, a.data.ptr                     # a CuPy array: its address
     raise TypeError(f"argument of type {type(a).__name__}: expected a CuPy array, a number, a NumPy scalar or None")
 
 def pack_args(args) -> tuple[np.ndarray, np.ndarray]:
     "The values, 8 bytes each, and the address of each."
-    values = np.frombuffer(b"".join(_slot(a).ljust(8, b"\0") for a in args), np.uint64).copy()
-    return values, (values.ctypes.data + 8*np.arange(len(values), dtype=np.uint64)).astype(np.uint64)
+    slots = [_slot(a) for a in args]
+    values = np.frombuffer(struct.pack("<" + "".join([f for f, _ in slots]), *[v for _, v in slots]), np.uint64).copy()
+    start = _address(values)
+    return values, np.arange(start, start + values.nbytes, 8, np.uint64)
+
+def _address(a: np.ndarray) -> int: return a.__array_interface__["data"][0]                                 # `a.ctypes.data` makes objects on its way
+
+def _three(sizes) -> list[int]:
+    "A grid or a block of one, two or three sizes, as three."
+    return [*(sizes if isinstance(sizes, tuple) else (sizes,)), 1, 1][:3]
 
 class Launch:
     "A kernel with its grid and arguments, ready to be started again and again."
     def __init__(self, kernel: Kernel, grid, block, args, shared: int = 0, pdl: bool = False, cooperative: bool = False):
         self.kernel, self.args, self.function = kernel, args, kernel.function                              # args keeps the arrays alive
         self.values, self.addresses = pack_args(args)
-        driver = None if emulated_arch() else _bindings("driver")
+        driver = None if isinstance(self.function, EmulatedKernel) else _bindings("driver")
         c = self.config = SimpleNamespace(pdl=pdl) if driver is None else driver.CUlaunchConfig()
-        c.gridDimX, c.gridDimY, c.gridDimZ = (*np.atleast_1d(grid).tolist(), 1, 1)[:3]
-        c.blockDimX, c.blockDimY, c.blockDimZ = (*np.atleast_1d(block).tolist(), 1, 1)[:3]
+        c.gridDimX, c.gridDimY, c.gridDimZ = _three(grid)
+        c.blockDimX, c.blockDimY, c.blockDimZ = _three(block)
         c.sharedMemBytes = shared
         if driver is None: self.function.check(*self._shape(), shared, args); return
         c.attrs = _attributes(driver, pdl, cooperative)
         c.numAttrs = len(c.attrs)
         kernel.allow(shared)
-        self.params, self._start, self._stream = int(self.addresses.ctypes.data) if args else 0, driver.cuLaunchKernelEx, None
+        self.params, self._start, self._stream = _address(self.addresses) if args else 0, driver.cuLaunchKernelEx, None
 
     def _shape(self):
         c = self.config
@@ -286,6 +307,7 @@ class Launch:
         if stream.captured is not None: stream.captured.append(self)
         else: self.function.launch(*self._shape(), self.config.sharedMemBytes, self.args, self.addresses, self.config.pdl)
 
+@functools.cache
 def _attributes(driver, pdl: bool, cooperative: bool) -> list:
     "Launch attributes: programmatic dependent launch, cooperative grid."
     out, ids = [], driver.CUlaunchAttributeID

@@ -87,7 +87,14 @@ def test_arguments():
     raw = values.tobytes()
     assert raw[:2] == np.float16(2).tobytes() and raw[8] == 1 and raw[16:24] == bytes(8) and raw[24:28] == np.int32(7).tobytes() and raw[32:36] == np.float32(1.5).tobytes()
     assert values[5] == 2**63 and list(np.diff(addresses)) == [8]*5 and addresses[0] == values.ctypes.data
-    with pytest.raises(TypeError, match="expected a CuPy array"): cuda.pack_args([np.zeros(3)])
+    values, _ = cuda.pack_args([False, np.bool_(True), -2**31, np.float64(0.1), np.int64(-5), np.uint8(200)])
+    assert values.tobytes() == b"".join(x.tobytes().ljust(8, b"\0") for x in (np.uint8(0), np.uint8(1), np.int32(-2**31), np.float32(0.1), np.int64(-5), np.uint8(200)))
+    assert [len(x) for x in cuda.pack_args([])] == [0, 0]
+    with np.errstate(over="ignore"): assert cuda.pack_args([1e300])[0].view(np.float32)[0] == np.inf
+    for wrong in (np.zeros(3), np.longdouble(1), "x", object()):
+        with pytest.raises(TypeError, match="expected a CuPy array"): cuda.pack_args([wrong])
+    for wrong in (2**31, -2**31 - 1):
+        with pytest.raises(ValueError, match="does not fit 32 bits"): cuda.pack_args([wrong])
 
 
 def test_imports_need_no_gpu():
