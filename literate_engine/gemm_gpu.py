@@ -7,12 +7,12 @@ __all__ = ['MANY', 'RAISE', 'GEMM', 'WGMMA', 'GEMM_PLANS', 'columns_of_places', 
            'half_buffers', 'prepare_half_acts', 'new_half_acts', 'half_act_values', 'half_weights_ref', 'GemmPlan',
            'part_bytes', 'gemm_plans', 'PartSums', 'prepare_gemm', 'gemm_gpu', 'tune_gemm', 'gemm_ref']
 
-# %% ../nbs/16_gemm_gpu.ipynb #23743155
+# %% ../nbs/16_gemm_gpu.ipynb #2641a5f7
 from dataclasses import dataclass
 import numpy as np
 from .cuda import CudaModule, Device, Graph, Launch, bench_gpu, cupy, device
 from .linear import ACT_OF
-from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, linear_gpu, scales_ref, slot_bytes, sum_args, unpack_ref
+from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, first_plan, linear_gpu, scales_ref, slot_bytes, sum_args, unpack_ref
 
 # %% ../nbs/16_gemm_gpu.ipynb #51a9bd92
 def columns_of_places() -> np.ndarray:                                 # int [4 matrices, 8 places]
@@ -163,7 +163,7 @@ def _guess(p: GemmPlan, w: GpuMatrix, m: int, d: Device) -> float:
     work = max(p.rows*p.tokens*(1.5 if wide else 2.6), 106*p.rows*weight, 86*(p.rows*weight + 2*p.tokens*(1 + (m <= 32 and w.type in HALVES))))/p.splits
     return rounds*p.blocks*work*(1 + 0.3*idle + 0.02*(p.stages < 3)) + (p.splits > 1)*(1300 + 0.002*p.splits*m*w.n)*4096/w.k
 
-# %% ../nbs/16_gemm_gpu.ipynb #d83a99f5
+# %% ../nbs/16_gemm_gpu.ipynb #47ceb5d0
 GEMM_PLANS = {}                                                            # (device, type, n, k, rows of x up to a whole tile) -> GemmPlan
 
 def _key(w: GpuMatrix, m: int, d: Device) -> tuple: return d.name, w.type, w.n, w.k, -(-m//64)*64 if m > 32 else 32 if m > 16 else 16
@@ -190,7 +190,7 @@ def prepare_gemm(
     if a.k != w.k: raise ValueError(f"activations have {a.k} columns, the {w.type} matrix {w.k}")
     if y.shape != (a.m, w.n) or y.dtype != np.float32 or not y.flags.c_contiguous: raise ValueError(f"output: expected contiguous float32 [{a.m}, {w.n}], got {y.dtype} {list(y.shape)}")
     d = device()
-    p = plan or GEMM_PLANS.get(_key(w, a.m, d)) or gemm_plans(w, a.m, d)[0]
+    p = plan or GEMM_PLANS.get(_key(w, a.m, d)) or first_plan(gemm_plans, w, a.m, d)
     laid = 8*a.xh.shape[2]
     if laid % p.tokens or a.m <= 32 and laid != p.tokens: raise ValueError(f"{a.m} rows of activations are laid out for tiles of {min(laid, 128)}, the plan wants {p.tokens}")
     extra, to = sum_args(y, w.n, add, bias), y if p.splits == 1 else parts.of(p.splits*a.m*w.n) if parts else cupy().empty(p.splits*a.m*w.n, np.float32)

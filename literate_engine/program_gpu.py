@@ -8,7 +8,7 @@ __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'MAX_SHAPES', 'PROGRAM', 
            'merge_linears', 'fuse_sums', 'own_rows', 'fuse', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram',
            'GpuStep', 'profile_gpu', 'work_gpu']
 
-# %% ../nbs/30_program_gpu.ipynb #66f205ba
+# %% ../nbs/30_program_gpu.ipynb #0d2ba9c4
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tile
 from .cuda import CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
 from .gemm_gpu import HalfActs, PartSums, act_for, half_buffers, prepare_gemm, prepare_half_acts
 from .kvcache import kv_bytes_per_block
-from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
+from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, first_plan, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
 from .ops import ACTS
 from .ops_gpu import (prepare_activate, prepare_add, prepare_embed, prepare_gated, prepare_heads, prepare_join_heads, prepare_layer_norm, prepare_rms_norm,
     prepare_rope, prepare_softcap, prepare_take_columns, prepare_take_rows)
@@ -390,7 +390,7 @@ class GpuProgram:
         self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
         cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #7a06d986
+# %% ../nbs/30_program_gpu.ipynb #54ded433
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
@@ -434,7 +434,7 @@ class GpuStep:
 
     def takes_row(self, w: GpuWeight) -> bool:
         "Is a product with w so small that its blocks prepare the row?"
-        return not self.program.exact and own_plans(w.matrix, device()) != []
+        return not self.program.exact and first_plan(own_plans, w.matrix, device()) is not None
 
     def own_row(self, v: Value) -> OwnRow:
         "What a product has to do for v"
