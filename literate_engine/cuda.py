@@ -7,13 +7,14 @@ __all__ = ['ARCHS', 'OPTIONS', 'MODULES', 'PROBE', 'call', 'compiler_version', '
            'explain', 'keep_file', 'Device', 'cupy', 'device', 'CudaModule', 'Kernel', 'pack_args', 'Launch', 'Graph',
            'Calls', 'bench_gpu', 'CudaError', 'Source', 'kernels_dir', 'show_kernel']
 
-# %% ../nbs/11_cuda.ipynb #4375b505
+# %% ../nbs/11_cuda.ipynb #69ea0387
 import contextlib, functools, hashlib, importlib, json, os, re, struct, tempfile, threading, time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 import numpy as np
 from .core import cache_dir
 from .emulator import CudaError, EmulatedKernel, SHARED, Source, build_emulated, emulated_arch, emulated_cupy, kernels_dir, show_kernel
@@ -132,9 +133,8 @@ def keep_file(path: Path, data: bytes) -> None:
         os.replace(f.name, path)
     except OSError: pass
 
-# %% ../nbs/11_cuda.ipynb #a0f2f43d
-@dataclass(frozen=True)
-class Device:
+# %% ../nbs/11_cuda.ipynb #16d2e6ae
+class Device(NamedTuple):
     "What a kernel's wrapper asks of a GPU."
     index: int
     name: str
@@ -169,7 +169,7 @@ def device() -> Device:
     try: return _device(cp.cuda.runtime.getDevice())
     except cp.cuda.runtime.CUDARuntimeError as e: raise CudaError(f"no GPU that can be used: {e}") from None
 
-# %% ../nbs/11_cuda.ipynb #b002e4d4
+# %% ../nbs/11_cuda.ipynb #a786908d
 MODULES = {}                                          # file -> CudaModule: what the tests compile
 
 class CudaModule:
@@ -216,10 +216,10 @@ class Kernel:
         driver, c = _bindings("driver"), compile_kernel(self.module.source, self.name, arch, self.module.options)
         return call(driver.cuModuleGetFunction, call(driver.cuModuleLoadData, c.cubin), c.symbol.encode())
 
-    def allow(self, shared: int) -> None:
-        "Let launches have so many bytes of dynamic shared memory. The permission is the function's and not the launch's, so it only ever grows"
+    def allow(self, function, shared: int) -> None:
+        "Let launches of a loaded function have so many bytes of dynamic shared memory. The permission is the function's and not the launch's, so it only ever grows"
         if shared <= 40*1024: return                                                                           # with static arrays, more is perhaps past the 48 KB that need no permission
-        driver, function = _bindings("driver"), self.function
+        driver = _bindings("driver")
         with self._lock:
             if shared <= self._allowed.get(int(function), 0): return
             call(driver.cuFuncSetAttribute, function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
@@ -241,7 +241,7 @@ class Kernel:
         "Launch once; for more than once, keep a Launch."
         Launch(self, grid, block, args, **kw)()
 
-# %% ../nbs/11_cuda.ipynb #9cc9f14e
+# %% ../nbs/11_cuda.ipynb #a5476d06
 @functools.cache
 def _format(kind: type) -> str:
     "How an argument of a type lies in its 8 bytes, as `struct` writes it; a pointer if it is no number."
@@ -257,21 +257,15 @@ def _slot(a) -> tuple:
     if f == "?7x": return f, a
     if f == "8s" and a.itemsize <= 8: return f, a.tobytes()
     if a is None: return f, 0
-    if f == "Q" and hasattr(a, "data") and hasattr(a.data, "ptr"): return f, a.data.ptr                     # a CuPy array: its address
-    raise TypeError(f"argument of type {type(a).__name__}: expected a CuPy array, a number, a NumPy scalar or None")
+    try: return "Q", a.data.ptr                                                                             # a CuPy array: its address
+    except AttributeError: raise TypeError(f"argument of type {type(a).__name__}: expected a CuPy array, a number, a NumPy scalar or None") from None
 
 def pack_args(args) -> tuple[np.ndarray, np.ndarray]:
     "The values, 8 bytes each, and the address of each."
-    slots = [_slot(a) for a in args]
-    values = np.frombuffer(struct.pack("<" + "".join([f for f, _ in slots]), *[v for _, v in slots]), np.uint64).copy()
-    start = _address(values)
+    slots, values = [_slot(a) for a in args], np.empty(len(args), np.uint64)
+    struct.pack_into("<" + "".join([f for f, _ in slots]), values, 0, *[v for _, v in slots])
+    start = values.__array_interface__["data"][0]                          # `values.ctypes.data` makes objects on its way
     return values, np.arange(start, start + values.nbytes, 8, np.uint64)
-
-def _address(a: np.ndarray) -> int: return a.__array_interface__["data"][0]                                 # `a.ctypes.data` makes objects on its way
-
-def _three(sizes) -> list[int]:
-    "A grid or a block of one, two or three sizes, as three."
-    return [*(sizes if isinstance(sizes, tuple) else (sizes,)), 1, 1][:3]
 
 class Launch:
     "A kernel with its grid and arguments, ready to be started again and again."
@@ -280,14 +274,13 @@ class Launch:
         self.values, self.addresses = pack_args(args)
         driver = None if isinstance(self.function, EmulatedKernel) else _bindings("driver")
         c = self.config = SimpleNamespace(pdl=pdl) if driver is None else driver.CUlaunchConfig()
-        c.gridDimX, c.gridDimY, c.gridDimZ = _three(grid)
-        c.blockDimX, c.blockDimY, c.blockDimZ = _three(block)
+        (c.gridDimX, c.gridDimY, c.gridDimZ), (c.blockDimX, c.blockDimY, c.blockDimZ) = [(*n, 1, 1)[:3] if isinstance(n, tuple) else (n, 1, 1) for n in (grid, block)]
         c.sharedMemBytes = shared
         if driver is None: self.function.check(*self._shape(), shared, args); return
         c.attrs = _attributes(driver, pdl, cooperative)
         c.numAttrs = len(c.attrs)
-        kernel.allow(shared)
-        self.params, self._start, self._stream = _address(self.addresses) if args else 0, driver.cuLaunchKernelEx, None
+        kernel.allow(self.function, shared)
+        self.params, self._start, self._stream = self.addresses.__array_interface__["data"][0] if args else 0, driver.cuLaunchKernelEx, None
 
     def _shape(self):
         c = self.config

@@ -111,7 +111,6 @@ def test_shared_memory_once_allowed_stays_allowed(monkeypatch):
     asked = []
     driver = SimpleNamespace(cuFuncSetAttribute=lambda f, a, n: asked.append(n) or (0,), CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8))
     monkeypatch.setattr(cuda, "_bindings", lambda name: driver)
-    monkeypatch.setattr(cuda.Kernel, "function", 1234)
     kernel = cuda.Kernel(None, "f")
-    for n in (1000, 131072, 65536, 131072, 200000): kernel.allow(n)
+    for n in (1000, 131072, 65536, 131072, 200000): kernel.allow(1234, n)
     assert asked == [131072, 200000]

@@ -1,6 +1,5 @@
 """Products for many rows: every plan of every kernel against the product of the rounded factors, in the emulator where there is no GPU; what is rounded, and how far that is from the exact product."""
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,7 +158,7 @@ def test_parts_of_sums_have_an_owner():
 @pytest.mark.parametrize("sms, arch", [(132, 90), (108, 80), (20, 89)])
 def test_no_plan_needs_more_than_part_bytes(sms, arch):
     "Real shapes on other sizes of GPUs; plans are kept for all numbers of rows up to a whole tile."
-    d, shared = replace(device(), num_sms=sms, arch=arch), 0
+    d, shared = device()._replace(num_sms=sms, arch=arch), 0
     for t, n, k in itertools.product(("Q4_K", "F16"), (256, 1024, 2560, 4096, 28672, 128256), (512, 4096, 14336)):
         w = GpuMatrix(t, n, k, tuple(s and np.broadcast_to(np.uint8(0), s) for s in plane_shapes(t, n, k)))
         for m in (17, 32, 33, 64, 65, 128, 192, 512, 4096):
