@@ -8,7 +8,8 @@ __all__ = ['PAIRS', 'WHOLE', 'ATTENTION', 'SPLITS', 'MOST_SPLITS', 'KVCacheGpu',
            'scratch_bytes', 'AttentionScratch', 'prepare_attention', 'rope_plan', 'takes_raw', 'prepare_rope_attention',
            'split_plans', 'attention_graph', 'tune_attention']
 
-# %% ../nbs/26_attention_gpu.ipynb #c4a2f85a
+# %% ../nbs/26_attention_gpu.ipynb #8a25e7a7
+import functools
 from types import SimpleNamespace
 from typing import NamedTuple
 import numpy as np
@@ -147,7 +148,7 @@ def _raw_args(q, k, v, positions, table, head_dim, q_norm, k_norm, v_norm, l, st
     norms = [_vector(q_norm, "q_norm", head_dim), _vector(k_norm, "k_norm", head_dim), _vector(v_norm, "v_norm", l.head_dim_v)]
     return [q, k, v], [_numbers(positions, "positions", n), _int32(step.slot_mapping, (n,), "slot_mapping"), table, *norms], pitches
 
-# %% ../nbs/26_attention_gpu.ipynb #dc79947f
+# %% ../nbs/26_attention_gpu.ipynb #26de89ea
 _UNIT = {"f16": 16, "q8_0": 8, "q4_0": 4}             # bytes that hold 8 numbers
 _NUM = {"f16": "NumF16", "q8_0": "NumQ8", "q4_0": "NumQ4"}
 PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))         # of keys and values: what attention_split is compiled for
@@ -158,6 +159,7 @@ class SplitPlan(NamedTuple):
     stages: int = 2          # blocks of the cache on their way for each warp
     log_piece: int = 7       # a piece is 1 << log_piece positions, and more in long contexts
 
+@functools.cache
 def _stage_bytes(kv_type: str, kv_type_v: str, dk: int, dv: int) -> int:
     "Shared memory for keys and values of 16 positions."
     return sum(-(-n//whole)*whole//8*16*_UNIT[t] + (32*-(-n//32) if is_quantised(t) else 0) for t, n, whole in ((kv_type, dk, 32), (kv_type_v, dv, 64)))
@@ -190,7 +192,7 @@ def _names(arch: int) -> list[str]:
 
 ATTENTION = CudaModule("attention.cu", _names)
 
-# %% ../nbs/26_attention_gpu.ipynb #671ff0b6
+# %% ../nbs/26_attention_gpu.ipynb #019755d7
 SPLITS = {}                                           # (arch, type of keys, of values, n_head, n_head_kv, head_dim_k, head_dim_v) -> SplitPlan that was found to be the fastest
 
 def _split_key(layer, kv_type, kv_type_v, arch): return arch, kv_type, kv_type_v, layer.n_head, layer.n_head_kv, layer.head_dim_k, layer.head_dim_v
@@ -217,8 +219,8 @@ def _rows(body: str) -> int:
     "Rows of a block of threads."
     return 8 if "split" in body else 24 if "exact" in body else 64 if "<256" in body else 128
 
-def _shared(body: str, layer, kv_type: str, kv_type_v: str, plan: SplitPlan) -> int:
-    "Bytes of its dynamic shared memory; ValueError if the GPU has not so much, and a little for static arrays."
+def _shared(body: str, layer, kv_type: str, kv_type_v: str, plan: SplitPlan, most: int) -> int:
+    "Bytes of its dynamic shared memory; ValueError if a block has `most` and not so much, and a little for static arrays."
     dk, dv = layer.head_dim_k, layer.head_dim_v
     if body.startswith("exact"):
         if dv > 512: raise ValueError(f"head_dim_v is {dv}, expected at most 512")
@@ -228,7 +230,7 @@ def _shared(body: str, layer, kv_type: str, kv_type_v: str, plan: SplitPlan) -> 
     else:
         D = int(body.partition("<")[2].partition(",")[0])
         n = 2*D*(_rows(body) + 2*(64 if D <= 128 else 32))
-    if n + 1200 > (most := device().shared_bytes): raise ValueError(f"heads of {dk} and {dv} numbers need {n} bytes of shared memory in {body}, the GPU has {most} for a block")
+    if n + 1200 > most: raise ValueError(f"heads of {dk} and {dv} numbers need {n} bytes of shared memory in {body}, the GPU has {most} for a block")
     return n
 
 # %% ../nbs/26_attention_gpu.ipynb #66f3dfb5
@@ -301,19 +303,21 @@ class AttentionScratch:
     @property
     def nbytes(self) -> int: return self.counters.nbytes + self.ml.nbytes + self.sums.nbytes
 
-# %% ../nbs/26_attention_gpu.ipynb #cc77eef1
+# %% ../nbs/26_attention_gpu.ipynb #a2a1070d
+@functools.cache
 def _shares(units: int, splits: int, room: int) -> int:
     "Blocks of threads for the pieces of each of so many (sequence, KV head), where `room` are at work at once: the result does not depend on it."
     def cost(y): return sum(-(-units*y//room)*(-(-n//min(y, n)) + 0.5) for n in (splits, max(1, splits//8)))
     return min(range(splits, 0, -1), key=cost)
 
+@functools.cache
 def _room(body: str, shared: int, d) -> int:
     "Blocks of threads that the GPU holds at once."
     if body.startswith("exact"): return d.num_sms
     width, *_, warps, _ = (int(x) for x in body.partition("<")[2][:-1].split(", ") if x.isdigit())
     return d.num_sms*max(1, min((8 if width > 128 else 16 if warps == 8 and width == 64 else 12)//warps, (d.shared_bytes + 1024)//(shared + 1024 + 64*warps + 80)))
 
-# %% ../nbs/26_attention_gpu.ipynb #c4122924
+# %% ../nbs/26_attention_gpu.ipynb #02cb462d
 def _shares_in(scratch, units, splits, dv, room):
     "_shares, once it is known that the scratch has room for the pieces."
     if (need := 64*units*_num_parts(splits, dv)) > scratch.sums.size or units > scratch.counters.size: raise ValueError(f"scratch has room for {scratch.sums.size} numbers, {units} times {splits} pieces need {need}")
@@ -344,7 +348,7 @@ def prepare_attention(
         args = [out, q, c.k[kv.index], c.v[kv.index], *before, starts, lens, table, sinks, blocks, *between, pitch, layer.n_head, layer.n_head_kv, dk, dv,
                 *(types if "exact" in body or "tile" in body else []), layer.window or 0, float(layer.attn_scale), float(layer.softcap)]
         return Launch(ATTENTION[body], grid, threads, args, shared=shared(body), pdl=True)
-    shared = lambda body: _shared(body, layer, c.kv_type, c.kv_type_v, plan)
+    shared = lambda body: _shared(body, layer, c.kv_type, c.kv_type_v, plan, d.shared_bytes)
     room = _room(bodies[0], shared(bodies[0]), d)
     x, most = _groups(layer, few), _most_splits(layer, room)
     splits = _max_splits(layer, max_len, plan.log_piece, most)
@@ -356,9 +360,10 @@ def prepare_attention(
     args = [_int32(tiles, (len(tiles), 2), "tiles")]
     return [*launches, launch(bodies[1], (layer.n_head_kv*groups, len(tiles)), 256 if "exact" in bodies[1] else 128, args, [tokens])]
 
-# %% ../nbs/26_attention_gpu.ipynb #6608e379
+# %% ../nbs/26_attention_gpu.ipynb #c69d849d
 def _rope_shared(plan: SplitPlan, width: int) -> int: return _split_shared(plan, "f16", "f16", width, width) + 8*(2*width + 64) + 4*width
 
+@functools.cache
 def rope_plan(width: int, arch: int) -> SplitPlan | None:
     "How rope_attention goes about heads of this width; None if it does not run there."
     return next((p for p in (SplitPlan(8, 2, 8), SplitPlan(4, 2, 7), SplitPlan(4, 1, 7)) if width*p.warps <= 1024 and _fits(_rope_shared(p, width), arch)), None) if arch >= 80 else None
