@@ -135,7 +135,7 @@ def scales_ref(planes, type_name, n):
     d, low, two = half(s[..., :4]), s[..., 4:12], np.concatenate([s[..., 12:] & 15, s[..., 12:] >> 4], -1)
     return ((low & 15 | (two & 3) << 4)*d[..., :1]).reshape(n, -1), ((low >> 4 | two >> 2 << 4)*d[..., 1:]).reshape(n, -1)
 
-# %% ../nbs/14_linear_gpu.ipynb #3b894426
+# %% ../nbs/14_linear_gpu.ipynb #61cac665
 @dataclass(frozen=True)
 class GpuMatrix:
     "A packed matrix in the memory of a GPU."
@@ -168,7 +168,7 @@ class Acts:
     x: object             # float32 [m, k] as given
     planes: tuple = ()    # xq, xd, xs, xm: [parts, numbers of `rows` rows]
 
-    @property
+    @functools.cached_property
     def rows(self) -> int: return part_rows(self.m)
 
     @functools.cached_property

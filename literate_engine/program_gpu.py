@@ -290,7 +290,7 @@ class StepArrays:
         self.device.set(self.fill(), stream=stream)
         self.sent[self.turn].record(stream)
 
-# %% ../nbs/30_program_gpu.ipynb #c62786a4
+# %% ../nbs/30_program_gpu.ipynb #caba9741
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -319,11 +319,11 @@ class GpuProgram:
     def open(self) -> None:
         "Take the memory for buffers; the weights have been uploaded"
         cp = cupy()
-        self.stream, c = cp.cuda.Stream(non_blocking=True), self.cache
+        self.stream, self.gpu, c = cp.cuda.Stream(non_blocking=True), device(), self.cache
         self.buffers = [cp.zeros(size//4, np.float32) for size in self.sizes]           # rows that only fill a bucket are read: what lies there must be numbers
         self.max_len = self.batch.max_blocks_per_seq*c.block_size
         self.scratch, self.parts = AttentionScratch(self.layers, self.batch.max_num_seqs, self.max_len), PartSums()
-        self.tile_sizes = sorted({tile_tokens(l, c.kv_type, c.kv_type_v, device().arch) for l in self.layers})
+        self.tile_sizes = sorted({tile_tokens(l, c.kv_type, c.kv_type_v, self.gpu.arch) for l in self.layers})
         self.best, self.turn = cp.zeros(self.max_outs, np.int32), 0                     # ids of the last step's best tokens
         self.selections = {}                                                            # number of rows -> what selects from so many: the logits of all shapes lie at the same place
         self.answers = [(pinned(self.max_outs), cp.cuda.Event(disable_timing=True)) for _ in range(2)]
@@ -390,12 +390,12 @@ class GpuProgram:
         self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
         cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #54ded433
+# %% ../nbs/30_program_gpu.ipynb #29c67ac1
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
         self.program, self.shape, self.arrays, self.launches, self.acts = program, shape, StepArrays(program.batch, shape, program.tile_sizes), [], {}
-        self.numbers, self.free = self.arrays.groups[0], {}
+        self.numbers, self.free, self.views = self.arrays.groups[0], {}, {}
         self.small = {v for v in program.own if self.rows(v) == 1 and all(self.takes_row(r.operands[2]) for r in program.read[v])}          # rows that products prepare
         for at, i in enumerate(program.code):
             if i.out is None or i.out not in self.small or program.own[i.out] is None: self.launches += [(at, launch) for launch in BUILD[i.op](self, *i.operands)]
@@ -426,15 +426,17 @@ class GpuStep:
     def array(self, v: Value): # float32 [rows, width] on the GPU; columns of a wider array where v is that
         "Where a value lies"
         whole, n = v.base or v, self.rows(v)
-        return self.program.buffers[whole.slot][:n*whole.width].reshape(n, whole.width)[:, v.first:v.first + v.width]
+        place = whole.slot, n, whole.width, v.first, v.width                           # that of many values, one after the other
+        if place not in self.views: self.views[place] = self.program.buffers[whole.slot][:n*whole.width].reshape(n, whole.width)[:, v.first:v.first + v.width]
+        return self.views[place]
 
     def kind(self, w: GpuWeight, m: int) -> str:
         "The form in which a product wants m rows"
-        return "F32" if self.program.exact else act_for(w.matrix.type, m, device().arch)
+        return "F32" if self.program.exact else act_for(w.matrix.type, m, self.program.gpu.arch)
 
     def takes_row(self, w: GpuWeight) -> bool:
         "Is a product with w so small that its blocks prepare the row?"
-        return not self.program.exact and first_plan(own_plans, w.matrix, device()) is not None
+        return not self.program.exact and first_plan(own_plans, w.matrix, self.program.gpu) is not None
 
     def own_row(self, v: Value) -> OwnRow:
         "What a product has to do for v"
@@ -468,7 +470,7 @@ class GpuStep:
         tables = self.program.tables
         return tables.get(id(values)) or tables.setdefault(id(values), (cupy().asarray(values), values))
 
-# %% ../nbs/30_program_gpu.ipynb #86deb31b
+# %% ../nbs/30_program_gpu.ipynb #3f541393
 def _acts(step: GpuStep, x: Value, kind: str):
     "(x in the form that a product wants, the launches that make it); made once for all products that read x"
     if x in step.small: return step.own_row(x), []
@@ -519,7 +521,7 @@ def _activate(step, out, x, width, act):
     return prepare_activate(whole, ACT_NAMES[act], step.array(x), acts)
 
 def _rope_attention(step, out, q_out, q, k, v, table, head_dim, q_norm, k_norm, eps, kv, v_norm, v_eps, layer, sinks):
-    if not step.shape.decode or not takes_raw(kv.cache, layer, device().arch):
+    if not step.shape.decode or not takes_raw(kv.cache, layer, step.program.gpu.arch):
         return _rope_store(step, q_out, q, k, v, table, head_dim, q_norm, k_norm, eps, kv, v_norm, v_eps) + _attention(step, out, q_out, kv, layer, sinks)
     norms = [w and w.device for w in (q_norm, k_norm, v_norm)]
     return prepare_rope_attention(step.array(out), *(step.array(x) for x in (q, k, v)), step.numbers.positions, step.table(table)[0], *norms[:2], eps, kv, layer, step.arrays.groups[kv.group], step.program.scratch,
