@@ -6,13 +6,12 @@
 __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', 'i16x32', 'u8x64', 'DOTS', 'BIAS', 'f32_at',
            'u8_at', 'i8_at', 'i16_at', 'u16_at', 'i32_at', 'i64_at', 'Vec', 'word', 'load_f32x16', 'load_u8x64',
            'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16', 'store_i8', 'put_f16',
-           'store_past_caches', 'fence', 'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs',
-           'vrint', 'vmax', 'vmin', 'vdiv', 'first_lanes', 'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp',
-           'tile_f32', 'tile_i32', 'tile_fma', 'tile_add_scaled', 'tile_store', 'tiles_store', 'tile_add_sums',
-           'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'load_table', 'lookup',
-           'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32',
-           'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause',
-           'barrier']
+           'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin', 'vdiv',
+           'first_lanes', 'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma',
+           'tile_add_scaled', 'tile_store', 'tiles_store', 'tile_add_sums', 'tile_dots', 'tile_dot', 'tile_total',
+           'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'load_table', 'lookup', 'load_nibbles', 'load_e8m0x16',
+           'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs', 'prefetch_lines',
+           'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier']
 
 # %% ../nbs/09_simd.ipynb #bc7a34d5
 import inspect, operator, sys
@@ -114,7 +113,7 @@ def load_i8i32x16(b, p):
     "16 int8 from a[i], as int32."
     return b.sext(_load(b, p, _vec(I8, 16)), i32x16.ll)
 
-# %% ../nbs/09_simd.ipynb #b29afc28
+# %% ../nbs/09_simd.ipynb #70eaec0b
 @word(types.void)
 def store(b, p, v):
     "A vector to a[i], a[i+1], ..."
@@ -131,16 +130,6 @@ def store_i8(b, p, v):
 def put_f16(b, p, s):
     "One float32 as float16 to byte i."
     _store(b, p, b.fptrunc(s, F16))
-@word(types.void)
-def store_past_caches(b, p, v):
-    "A vector to a[i], whose address is a multiple of 64, without reading the cache line first and without keeping it; other threads may rely on it after a `fence`."
-    s = b.store(v, b.bitcast(p, v.type.as_pointer()))
-    s.align = 64
-    s.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
-@word(types.void)
-def fence(b):
-    "What was stored before is there for all, before anything after it."
-    b.fence("seq_cst")
 @word(types.float32)
 def get_f16(b, p):
     "One float16 at byte i, as float32."

@@ -3,6 +3,7 @@ import importlib.util
 import itertools
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -68,15 +69,16 @@ def mapped(folder, rng):
 
 
 @pytest.mark.parametrize("piece", [100, 3000, 5000, 20000, 1 << 20])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_from_a_map(piece, workers, tmp_path, monkeypatch):
-    for name, value in (("PIECE", piece), ("WORKERS", workers)): monkeypatch.setattr(module, name, value)
+@pytest.mark.parametrize("readers", [1, 3])
+def test_from_a_map(piece, readers, tmp_path, monkeypatch):
+    for name, value in (("PIECE", piece), ("READERS", readers)): monkeypatch.setattr(module, name, value)
     file, parts = mapped(tmp_path, np.random.default_rng(1))
     assert check(parts, files=file.shards) == ["IQ4_NL has no kernel on the GPU: its values are held as Q8_0"] and threads() == []
     del parts
     assert file.close()
 
 
+def descriptors(): return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 def threads(): return [t for t in threading.enumerate() if t.name.startswith("upload")]
 
 
@@ -106,7 +108,7 @@ def big(folder, rng, n=200):
 
 
 def small(monkeypatch, **kw):
-    for name, value in {"PIECE": 10_000, "WORKERS": 3, **kw}.items(): monkeypatch.setattr(module, name, value)
+    for name, value in {"PIECE": 10_000, "READERS": 3, **kw}.items(): monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver keeps its own books")
@@ -115,7 +117,7 @@ def test_buffers_are_pinned_once_and_given_back(tmp_path, monkeypatch):
     pages = Pages(monkeypatch)
     file, (a, b) = big(tmp_path, np.random.default_rng(2))
     check([a, b, a, Rows(b, np.arange(20, 90)), a], files=file.shards)
-    assert 0 < pages.most <= 6 and not pages.held and threads() == []
+    assert 0 < pages.most <= module.SLOTS and not pages.held and threads() == []
     small(monkeypatch, PIECE=1)                          # rows that are larger than the buffers were meant to be
     check([a, tensor("Q4_K", 3, 70, np.random.default_rng(3)), b])
     assert not pages.held
@@ -131,19 +133,21 @@ def test_buffers_that_cannot_be_pinned_are_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
-@pytest.mark.parametrize("fails", ["hostRegister", "fill", "memcpyAsync", "synchronize", "held"])
+@pytest.mark.parametrize("fails", ["hostRegister", "room", "reader", "memcpyAsync", "launch", "synchronize", "held"])
 def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
-    "A worker that fails while pinning or copying, a copy that fails, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
+    "Pinning, memory for a buffer or for a reader, a copy, a kernel, waiting, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
     small(monkeypatch)
-    pages, (file, parts) = Pages(monkeypatch), big(tmp_path, np.random.default_rng(4), 400)
-    count, limit = itertools.count(), 2 if fails == "hostRegister" else 8
+    pages, (file, parts), open_files = Pages(monkeypatch), big(tmp_path, np.random.default_rng(4), 400), descriptors()
+    count, first, last = itertools.count(), *{"hostRegister": (2, 3), "room": (2, 3), "reader": (0, 100), "synchronize": (4, 5)}.get(fails, (8, 9))
     def failing(real):
         def call(*args):
-            if threading.current_thread() in threads() if fails == "synchronize" else fails and next(count) == limit: raise MemoryError("no more of it")
+            if fails and (fails != "reader" or threading.current_thread() in threads()) and first <= next(count) < last: raise MemoryError("no more of it")
             return real(*args)
         return call
     runtime = type(cupy().cuda.runtime)
-    if fails == "fill": monkeypatch.setattr(module.Worker, "fill", failing(module.Worker.fill))
+    if fails == "room": monkeypatch.setattr(module, "_memory", failing(module._memory))
+    elif fails == "reader": monkeypatch.setattr(module, "run_op", failing(module.run_op))
+    elif fails == "launch": monkeypatch.setattr(module.Ring, "_pack", failing(module.Ring._pack))
     elif fails == "synchronize": monkeypatch.setattr(module.cupy().cuda.Stream, "synchronize", failing(module.cupy().cuda.Stream.synchronize))
     elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
     elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
@@ -156,34 +160,19 @@ def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
         u.matrix(parts[0])
         raise RuntimeError("of the caller")
     u.close()
-    assert not pages.held and threads() == [] and u.keep == u.workers == [] and u.todo.empty() and u.last is None
-
-
-@pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_workers_that_cannot_begin_or_end(where, tmp_path, monkeypatch):
-    "The device cannot be chosen, or not be left again: an error, and nobody waits."
-    small(monkeypatch)
-    file, parts = big(tmp_path, np.random.default_rng(4), 400)
-    class Broken:
-        def __enter__(self):
-            if where == "before": raise MemoryError("no more of it")
-        def __exit__(self, *error): raise MemoryError("no more of it")
-    monkeypatch.setattr(module.cupy().cuda, "Device", lambda i: Broken())
-    with pytest.raises(MemoryError, match="no more of it"): upload(parts, files=file.shards)
-    assert threads() == []
+    assert not pages.held and threads() == [] and descriptors() <= open_files and u.keep == u.ring.readers == u.ring.slots == u.ring.files == [] and not u.ring.waiting and u.last is None
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_interrupt_while_workers_start(at, tmp_path, monkeypatch):
+def test_an_interrupt_while_readers_start(at, tmp_path, monkeypatch):
     small(monkeypatch)
     file, parts = big(tmp_path, np.random.default_rng(4), 400)
-    count, start = itertools.count(), module.Worker.start
+    count, start = itertools.count(), module.Reader.start
     def interrupted(self):
         n = next(count)
         if n != at or at % 2: start(self)
         if n == at: raise KeyboardInterrupt
-    monkeypatch.setattr(module.Worker, "start", interrupted)
+    monkeypatch.setattr(module.Reader, "start", interrupted)
     with pytest.raises(KeyboardInterrupt): upload(parts, files=file.shards)
     assert threads() == []
 
@@ -206,7 +195,7 @@ def test_an_upload_that_failed_holds_nothing(tmp_path, monkeypatch):
     import gc
     small(monkeypatch)
     file, parts = big(tmp_path, np.random.default_rng(4), 400)
-    monkeypatch.setattr(module.Worker, "send", lambda self, slot, piece: 1/0)
+    monkeypatch.setattr(module.Ring, "_send", lambda self, slot, piece: 1/0)
     gc.collect(); gc.disable()
     try:
         before = cupy().get_default_memory_pool().used_bytes()
@@ -220,15 +209,16 @@ def test_an_upload_that_failed_holds_nothing(tmp_path, monkeypatch):
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     "Buffers, and pieces that have been asked for and not been sent."
-    small(monkeypatch, WORKERS=2)
+    small(monkeypatch, READERS=2)
     file, parts = big(tmp_path, np.random.default_rng(6))
     with Uploader(file.shards) as u:
         for part in parts:
             u.matrix(part)
-            assert u.todo.qsize() <= 4 and len(u.workers) <= 2
-        workers = list(u.workers)
+            assert len(u.ring.waiting) <= module.SLOTS and len(u.ring.readers) == 2 and u.ring.copied <= u.ring.started <= u.ring.asked <= u.ring.copied + module.SLOTS
+        ring = u.ring
+        slots = list(ring.slots)
         u.finish()
-    assert len(workers) == 2 and all(s.memory is None for w in workers for s in w.slots)
+    assert len(slots) == module.SLOTS and not any(s.pinned or s.piece for s in slots) and ring.slots == [] and ring.copied > 20
 
 
 def test_a_file_that_became_shorter(tmp_path, monkeypatch):
@@ -240,21 +230,26 @@ def test_a_file_that_became_shorter(tmp_path, monkeypatch):
     assert 200_000 - 64 < int(str(e.value).partition("byte ")[2].split()[0]) < file.nbytes and threads() == []          # of the piece that was first to be missed
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000, 70_001])
-def test_bytes_past_the_caches(nbytes, tmp_path):
-    "From memory and from a file, from any byte on, with a scratch buffer that they fill many times."
-    rng, to, scratch, came = np.random.default_rng(nbytes), module._memory(80_000), module._memory(4096), np.zeros(1, np.int64)
-    data = rng.integers(0, 256, nbytes + 7, dtype=np.uint8)
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 70_001, 1_000_003])
+def test_readers(nbytes, tmp_path):
+    "From memory and from a file, from any byte on, more pieces than buffers; what the file does not have does not come."
+    rng, slots, counts = np.random.default_rng(nbytes), [np.zeros(nbytes + 10_000, np.uint8) for _ in range(3)], np.zeros(8*6, np.int64)
+    table, data = np.zeros((3, module.PARTS, 8), np.int64), rng.integers(0, 256, nbytes + 7, dtype=np.uint8)
     data.tofile(tmp_path/"bytes")
+    readers = [module.Reader(i, (table, 3, counts, slots)) for i in (1, 2)]
+    readers.insert(0, module.Reader(0, (table, 3, counts, slots), readers[:]))
+    readers[0].start()
     with open(tmp_path/"bytes", "rb") as f:
-        for ask, room in ((nbytes, 4096), (nbytes, 64), (nbytes + 100, 4096)):
+        for piece, (fd, first, ask) in enumerate([(f.fileno(), 7, nbytes), (f.fileno(), 7, nbytes + 9000), (-1, data[7:].ctypes.data, nbytes)]*3):
+            to = slots[piece % 3]
             to[:] = 0
-            run_op("read_past_caches", f.fileno(), 7, to, ask, scratch, room, came)
-            n = nbytes if ask == nbytes else nbytes//64*64                 # the file ends before: whole lines of what is there
-            assert came[0] == n and (to[:n] == data[7:7 + n]).all() and not to[n:].any()
-    to[:] = 0
-    run_op("copy_past_caches", data[7:], to, nbytes)
-    assert (to[:nbytes] == data[7:]).all() and not to[nbytes:].any()
+            run_op("ask_for", table, 3, counts, piece, fd, first, to, ask)
+            while counts[24 + 8*(piece % 3)] != module.PARTS*(piece//3 + 1): time.sleep(1e-4)
+            assert table[piece % 3, :, module.CAME].sum() == nbytes and (to[:nbytes] == data[7:]).all() and not to[nbytes:].any()
+    assert readers[0].is_alive()
+    counts[module.STOP] = 1
+    for r in readers: r.stop()
+    assert not any(r.error or r.work for r in readers)
 
 
 @pytest.mark.parametrize("slab", [1, 4000, 1 << 28])
