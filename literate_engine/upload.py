@@ -342,7 +342,7 @@ class Ring:
             self.files, self.slots, self.readers, self.streams, self.rooms, self.launches = [], [], [], [], [], {}
             self.waiting.clear()
 
-# %% ../nbs/18_upload.ipynb #0e35c95a
+# %% ../nbs/18_upload.ipynb #6fe608a3
 class Uploader:
     "Sends matrices to the current GPU and packs them there, while further ones are on their way."
     def __init__(self, files: list = (),              # GGUFFile.shards: what lies in their `data` is read by their `fd`
@@ -396,7 +396,7 @@ class Uploader:
     def _held(self, part) -> tuple:                   # (blocks, which rows of them or None, type)
         if len(part.shape) != 2: raise ValueError(f"a tensor of shape {part.shape} on the GPU: expected a matrix")
         name, tensor = part.type.name, getattr(part, "tensor", part)
-        if held_on_gpu(name) == name: return tensor.raw, None if tensor is part else part.rows, name
+        if held_on_gpu(name) == name: return np.ascontiguousarray(tensor.raw), None if tensor is part else part.rows, name
         raw, to = held_blocks_gpu(part.raw, name)
         self.notes[name, to] = f"{name} has no kernel on the GPU: its values are held as {to}"
         return raw, None, to

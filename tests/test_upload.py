@@ -51,6 +51,8 @@ def test_planes(name, monkeypatch):
     rng = np.random.default_rng(len(name))
     parts = [tensor(name, n, b, rng) for n, b in ((1, 1), (3, 7), (31, 2), (32, 4), (33, 5), (70, 1), (65, 8))]
     parts += [Rows(parts[-1], rng.permutation(65)), Rows(parts[-1], [7]), Rows(parts[-2], np.repeat([5, 60], 20))]
+    wide = tensor(name, 40, 6, rng)
+    parts.append(QuantTensor(wide.raw[::2, :wide.raw.shape[1]//2], name, (20, wide.shape[1]//2)))              # not in one piece
     assert check(parts) == []
     for piece in (1, 500, 5000):
         monkeypatch.setattr(module, "PIECE", piece)
