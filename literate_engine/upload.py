@@ -128,7 +128,7 @@ def pack_call(
     t = QUANT_TYPES[w.type]
     return f"pack<{w.type}>", num + zeros, [raw, table, first, num, *w.planes, w.k//t.block_size*t.type_size, w.k//32, w.groups]
 
-# %% ../nbs/18_upload.ipynb #1ae0cd1b
+# %% ../nbs/18_upload.ipynb #048e818e
 PIECE, SLAB = 12 << 20, 1 << 28                       # bytes of a piece; that are taken from the GPU at once
 READERS, SLOTS, STREAMS, PARTS = 0, 6, 2, 32          # threads (0: as many as there are cores but two, up to 14); pinned buffers; streams; parts of a piece
 PAGE, HUGE, NAP = mmap.PAGESIZE, 1 << 21, 2e-5        # bytes; seconds between looks at what has changed
@@ -162,7 +162,7 @@ def read_parts(tid, n, I, S):
             if atomic_load(counts, STOP): return
             tries += 1
             if tries < 2000: cpu_pause()
-            else: _sleep(50)
+            else: _sleep(50 if tries < 2200 else 1000)                       # whoever converts weights meanwhile wants the cores
         slot = taken//PARTS % I[5]
         row = i64_at(I[4] + (slot*PARTS + taken % PARTS)*64)
         if row[FD] >= 0: row[CAME] = _read(row[FD], row[FIRST], row[TO], row[NBYTES])
