@@ -132,11 +132,11 @@ class Program:
         data = self.arena[self.starts[v.slot]:][:rows*v.row_bytes].view(np.float32)
         return data.reshape(rows, -1)[:, :v.width]
 
-# %% ../nbs/30_program.ipynb #c5c6652c
+# %% ../nbs/30_program.ipynb #929bc853
 def _listing(self, n: int | None = None) -> str:
-    "The program as text; the bars mark a barrier after the instruction (one token, many tokens)"
+    "The program as text; a bar marks a barrier after the instruction, for each kind of step"
     name = lambda a: f"%{a.slot}[{a.rows[0]},{a.width}{' ' + a.act if a.act else ''}]" if isinstance(a, Value) else "mem" if isinstance(a, np.ndarray) else str(a)
-    bars = lambda m: ("|" if m & 1 else " ") + ("|" if m & 4 else " ")
+    bars = lambda m: "".join("|" if m >> kind & 1 else " " for kind in range(len(KINDS)))
     return "\n".join(f"{k:4} {bars(m)} {i.op:16} " + ", ".join(map(name, i.operands)) for k, (i, m) in enumerate(zip(self.code[:n], self.masks)))
 Program.listing = _listing
 
