@@ -360,13 +360,12 @@ def known(ids: np.ndarray, x: np.ndarray, # the best tokens and their logits, in
     a, b = (_num_kept(w, total, params.top_p, params.min_p) for total in sums)
     return (ids[:a], w[:a]) if a == b <= len(w) else None
 
-# %% ../nbs/40_sampling.ipynb #05df315b
+# %% ../nbs/40_sampling.ipynb #7b773324
 def _merged(self: Sampler, c: Candidates) -> tuple: # ids and logits in canonical order as far as they are certain; least and largest sum of all weights
     "Penalties and bias on what is known of a row."
-    ids, x, new = c.ids, c.logits, np.empty(0, np.float32)
-    if not self.plain:
-        more, raw = c.more_ids, c.more_logits
-        assert np.array_equal(more, self.changed()), "candidates of another step"
+    ids, x, more, raw, new = c.ids, c.logits, c.more_ids, c.more_logits, np.empty(0, np.float32)
+    assert np.array_equal(more, self.changed()), "candidates of another step"
+    if len(more) and len(ids):                                                     # with a penalty alone, nothing is changed until something is written
         new = clean(self.adjust(raw, more))
         if self.matcher is not None:
             allowed = np.isin(more, self.matcher.ids, assume_unique=True)

@@ -144,6 +144,47 @@ def test_tokens_drawn_from_candidates(monkeypatch):
     assert out["cpu"] == out["cuda"] and len(seen) > 300 and sum(r is None for r in seen) < len(seen)//10
 
 
+NUMBERS = {"top_k": [-1, 1, 3, 63, 64, 65, 511, 512, 513, 10**9], "top_p": [0, .2, .9, .9999], "min_p": [1e-6, .1, 1], "repetition_penalty": [.5, 1.3], "repetition_window": [0, 1, 6], "presence_penalty": [-2, 1.5],
+           "frequency_penalty": [-.5, 2], "temperature": [1e-9, .4, 2, 100], "logprobs": [0, 2, 20], "prompt_logprobs": [0, 2],
+           "logit_bias": [{5: 3.0, 511: -100}, dict.fromkeys(range(505), -100), dict.fromkeys(range(0, 512, 2), 1.5), dict.fromkeys(range(512), 1.0) | {7: 2.0}],
+           "regex": ["[a-z ]+", "(yes|no)", "[^a]+"], "grammar": ['start: "a" start | "b"'], "json_schema": [{"type": "integer"}]}
+FORMS = ("regex", "grammar", "json_schema")
+
+
+def settings_of_all_kinds(rng):
+    "Every value of every number alone, greedy and seeded; then mixtures."
+    singles = [{name: v} | how for name, values in NUMBERS.items() for v in values for how in ({"temperature": 0}, {"temperature": 1}) if name != "temperature" or how["temperature"]]
+    mixtures = []
+    for _ in range(80):
+        form = FORMS[rng.integers(3)]                                      # one at most
+        chosen = {name: values[rng.integers(len(values))] for name, values in NUMBERS.items() if rng.random() < .3 and (name == form or name not in FORMS)}
+        mixtures.append({"temperature": float(rng.integers(2))} | chosen)
+    return [kw | {"temperature": NUMBERS["temperature"][i % 4]} if kw.get("temperature") == 1 and i % 5 == 4 else kw for i, kw in enumerate(singles + mixtures)]
+
+
+def test_every_setting_chooses_what_it_chooses_on_a_cpu(monkeypatch):
+    "Alone and mixed, at the first token and later ones, with whole rows and with candidates"
+    monkeypatch.setattr(Model, "head", 64)                                 # uncut draws go through the row with the best first, as on a GPU, and not in the order of ids
+    kinds, heard, prompt = settings_of_all_kinds(np.random.default_rng(8)), {}, [9, 300, 9, 44]
+    for device in ("cpu", "cuda"):
+        with LLM(fixture("llama.gguf"), device=device, activations="float32", max_model_len=32, max_num_seqs=32, max_num_batched_tokens=64) as llm:
+            done = queue.SimpleQueue()
+            for i, kw in enumerate(kinds): llm.engine.submit(prompt[:1 + i % 4], SamplingParams(max_tokens=6, seed=i, **kw), done.put, request_id=f"{i}")
+            got = {f"{i}": ([], [], []) for i in range(len(kinds))}
+            while not all(ends for _, ends, _ in got.values()):
+                o = done.get(timeout=120)
+                got[o.request_id][0].extend(o.token_ids)
+                if o.finish_reason: got[o.request_id][1].append((o.finish_reason, o.error))
+                for lp, top in o.logprobs or (): got[o.request_id][2].append((lp, [i for i, _ in top]))
+            heard[device] = got
+    for i, kw in enumerate(kinds):
+        (a, ends_a, told_a), (b, ends_b, told_b) = (heard[d][f"{i}"] for d in ("cpu", "cuda"))
+        assert a == b and ends_a == ends_b and [top for _, top in told_a] == [top for _, top in told_b], (kw, a, b, ends_a, ends_b)
+        assert np.allclose([lp for lp, _ in told_a], [lp for lp, _ in told_b], atol=1e-3), kw
+        assert ends_a[0][0] != "error" or ends_a[0][1].startswith("ConstraintError"), (kw, ends_a)
+    assert sum(ends[0][0] == "error" for _, ends, _ in heard["cuda"].values()) < len(kinds)//10
+
+
 def test_a_sampler_that_fails_harms_nobody_else(monkeypatch):
     "Asking the GPU about a row is part of drawing its token: who fails there fails alone"
     ask, draw = Sampler.ask, Sampler.draw
