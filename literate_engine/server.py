@@ -300,7 +300,7 @@ async def completions(request: Request):
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
     return await _answer(serving, asked, prompts, CompletionReply)
 
-# %% ../nbs/51_server.ipynb #8bd3b1b2
+# %% ../nbs/51_server.ipynb #99117e33
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
 
 def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
@@ -308,7 +308,7 @@ def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
     _need_text(engine)
     serving.check_length(sum(len(m.content) for m in asked.messages if isinstance(m.content, str)), "messages")
     if taken := sorted(_FIXED & options.keys()): raise invalid("chat_template_kwargs", f"{taken[0]!r} is set by the server")
-    try: return template.encode(engine.tokenizer, template_messages(asked.messages, "developer" in template.source), **options)
+    try: return template.encode(engine.tokenizer, template_messages(asked.messages, template.source), **options)
     except ValueError as e: raise RequestError(str(e), "messages", code="chat_template" if isinstance(e, TemplateError) else "invalid_value") from None
 
 def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:

@@ -262,6 +262,7 @@ def test_openai_client_parses_a_typed_answer():
         messages = [{"role": "user", "content": "q"}]
         reply = client.chat.completions.parse(model="m", messages=messages, response_format=Person)
         assert reply.choices[0].message.parsed == Person(name="Al", age=30) and reply.choices[0].finish_reason == "stop"
+        client.chat.completions.create(model="m", messages=[*messages, reply.choices[0].message, *messages])
         with client.chat.completions.stream(model="m", messages=messages, response_format=Person) as stream:
             assert stream.get_final_completion().choices[0].message.parsed == Person(name="Al", age=30)
         reply = client.completions.create(model="m", prompt=[GO], temperature=1, extra_body={"regex": "(red|green) (cat|dog)"})

@@ -379,6 +379,8 @@ BAD = [
     ({"model": 5}, "model"),
     ({"temperature": 10**400}, "temperature"),
     ({"max_tokens": 10**400}, "max_tokens"),
+    ({"user": 5}, "user"),
+    ({"metadata": "x"}, "metadata"),
 ]
 
 
@@ -386,7 +388,7 @@ def test_bad_parameters_are_named():  # BC-050, BC-068, BC-078
     with served(ids("Hi")) as (url, _):
         for path in ROUTES:
             for more, name in BAD + (
-                [({"top_logprobs": 21, "logprobs": True}, "top_logprobs"), ({"top_logprobs": 1}, "top_logprobs")]
+                [({"top_logprobs": 21, "logprobs": True}, "top_logprobs"), ({"top_logprobs": 1}, "top_logprobs"), ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens")]
                 if "chat" in path
                 else [({"logprobs": 100000}, "logprobs"), ({"suffix": "x"}, "suffix")]
             ):
@@ -400,7 +402,7 @@ def test_bad_parameters_are_named():  # BC-050, BC-068, BC-078
                     and "code" in error
                 ), (path, more, reply)
         assert post(url, ROUTES[1], {})[1]["error"]["message"] == "prompt: missing"
-        assert both(url, ROUTES[0], asked(ROUTES[0], user="me", tools=[], response_format={"type": "text"}, temperature=None, store=False))[0] == "Hi"
+        assert both(url, ROUTES[0], asked(ROUTES[0], user="me", metadata={"a": "b"}, tools=[], response_format={"type": "text"}, temperature=None, store=False))[0] == "Hi"
 
 
 def test_bad_bodies():  # BC-054, BC-056, BC-068
@@ -446,9 +448,12 @@ def test_token_ids_are_checked_before_any_cast():  # BC-048
 
 def test_max_completion_tokens():  # BC-052
     with served(ids(*["x"] * 20)) as (url, _):
-        for more, n in (({"max_completion_tokens": 3}, 3), ({"max_completion_tokens": 3, "max_tokens": 5}, 3), ({"max_tokens": 5}, 5)):
+        for more, n in (({"max_completion_tokens": 3}, 3), ({"max_completion_tokens": 3, "max_tokens": 3}, 3), ({"max_tokens": 5}, 5)):
             assert both(url, ROUTES[0], asked(ROUTES[0], **more)) == ("x" * n, "length")
         assert both(url, ROUTES[1], {"prompt": "<|go|>"}) == ("x" * 16, "length")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 42}'}}
 
 
 def test_messages():  # BC-042, BC-044
@@ -469,11 +474,21 @@ def test_messages():  # BC-042, BC-044
             ([{"role": "wizard", "content": ""}], "role"),
             ([], "messages"),
             ([{"role": "user", "content": 5}], "content"),
+            ([{"role": "user", "content": "x"}, {"role": "user", "content": "x", "foo": 1}], "messages[1].foo"),
+            ([{"role": "user", "content": "x", "foo": None}], "messages[0].foo"),
+            ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+            ([{"role": "assistant", "content": None}], "messages[0].content"),
+            ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+            ([{"role": "assistant", "content": None, "tool_calls": [CALL]}], "messages[0].tool_calls"),
+            ([{"role": "assistant", "content": "x", "tool_calls": 5}], "messages[0].tool_calls"),
+            ([{"role": "assistant", "content": "x", "refusal": "no"}], "messages[0].refusal"),
+            ([{"role": "assistant", "content": "x", "reasoning_content": "hm"}], "messages[0].reasoning_content"),
             (["x"], "messages[0]"),
             ("x", "messages"),
         ):
             status, reply = post(url, ROUTES[0], {"messages": messages})
-            assert status == 400 and word in reply["error"]["message"], reply
+            assert status == 400 and word in reply["error"]["message"] and reply["error"]["param"].startswith("messages"), reply
+            assert "." not in word or reply["error"]["param"] == word, reply
         assert (
             post(
                 url,
@@ -481,13 +496,21 @@ def test_messages():  # BC-042, BC-044
                 {
                     "messages": [
                         {"role": "developer", "content": "d"},
-                        {"role": "assistant", "content": None, "refusal": None, "tool_calls": []},
+                        {"role": "assistant", "content": "a", "refusal": None, "tool_calls": [], "audio": None, "function_call": None, "annotations": [], "name": "me"},
                         {"role": "user", "content": "x"},
                     ]
                 },
             )[0]
             == 200
         )
+
+
+def test_what_the_template_reads_is_accepted():
+    reads = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].function.arguments.a }}{% endif %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}<|go|>"
+    with served(ids("Hi"), template=reads) as (url, _):
+        for message, n in (({"content": "abc"}, 3), ({"content": "abc", "reasoning_content": "de"}, 5), ({"content": None, "tool_calls": [CALL]}, 2), ({"content": "a", "tool_calls": []}, 1), ({"content": "a", "tool_calls": None}, 1)):
+            status, reply = post(url, ROUTES[0], {"messages": [{"role": "assistant", **message}]})
+            assert status == 200 and reply["usage"]["prompt_tokens"] == n + 1, (message, reply)
 
 
 def test_a_message_cannot_forge_a_turn():
@@ -917,7 +940,12 @@ def test_openai_client():
             update={"completion_tokens": chunks[-1].usage.completion_tokens, "total_tokens": chunks[-1].usage.total_tokens}
         )
         with client.chat.completions.stream(model="scripted", messages=messages) as stream:
-            assert stream.get_final_completion().choices[0].message.content == "slow fox"
+            final = stream.get_final_completion().choices[0].message
+            assert final.content == "slow fox"
+        for answer in (reply.choices[0].message, final, reply.choices[0].message.model_dump(), reply.choices[0].message.to_dict(), final.model_dump()):
+            again = client.chat.completions.create(model="scripted", messages=[*messages, answer, {"role": "user", "content": "and?", "name": "me"}])
+            assert again.choices[0].message.content == "slow fox"
+            assert again.usage.prompt_tokens == client.chat.completions.create(model="scripted", messages=[*messages, {"role": "assistant", "content": "slow fox"}, {"role": "user", "content": "and?"}]).usage.prompt_tokens
         old = client.completions.create(model="scripted", prompt=["<|go|>", "a<|go|>"], logprobs=1)
         assert [c.text for c in old.choices] == ["slow fox"] * 2 and [c.index for c in old.choices] == [0, 1] and old.choices[0].logprobs.tokens[0] == "slow"
         assert "".join(c.choices[0].text for c in client.completions.create(model="scripted", prompt="<|go|>", stream=True)) == "slow fox"
