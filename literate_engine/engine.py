@@ -6,7 +6,7 @@
 __all__ = ['log', 'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'Flight', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #84865811
+# %% ../nbs/43_engine.ipynb #ab023723
 import logging
 import queue
 import threading
@@ -30,7 +30,7 @@ from .hosttier import load_state, put_back, save_state, take_out
 from .blocks import blocks_needed
 from .kvcache import kv_groups
 from .metrics import Metrics
-from .sampling import Sampler, SamplingParams, logprobs
+from .sampling import ConstraintError, Sampler, SamplingParams, logprobs
 from .scheduler import PENDING, Request, Scheduler
 from .scripted import ScriptedModel, byte_tokenizer
 from .settings import MIN_ROWS, EngineConfig, blocks_that_fit, resolve, which_device
@@ -291,7 +291,7 @@ def _land(self) -> None:
 
 EngineCore.launch, EngineCore.land = _launch, _land
 
-# %% ../nbs/43_engine.ipynb #61617441
+# %% ../nbs/43_engine.ipynb #f1c4879b
 def _sample(self, scheduled: list, rows: dict, started: float) -> dict[str, int]:
     "request_id -> its next token, for those that caught up."
     sampled, found = {}, self.select(scheduled, rows)
@@ -332,7 +332,8 @@ def _count(self, step, sampled: dict) -> None:
 
 def _fail(self, request, error: Exception) -> None:
     "End one request with an error; the engine goes on."
-    log.error("request %s failed", request.request_id, exc_info=error)
+    if isinstance(error, ConstraintError): log.info("request %s: %s", request.request_id, error)               # of its own form, no fault of the engine
+    else: log.error("request %s failed", request.request_id, exc_info=error)
     if work := self.live.get(request.request_id): self.end(work, work.ended("error", f"{type(error).__name__}: {error}"))
 
 EngineCore.sample, EngineCore.select, EngineCore.count, EngineCore.emit, EngineCore.fail = _sample, _select, _count, _emit, _fail

@@ -7,7 +7,7 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
            'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #14824a6d
+# %% ../nbs/51_server.ipynb #b6681b93
 import argparse
 import asyncio
 import functools
@@ -37,7 +37,7 @@ from .metrics import TYPE, exposition
 from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
                                       EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, described, embedding_reply, event, invalid, joined_logprobs,
                                       parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
-from .sampling import SamplingParams
+from .sampling import CONSTRAINTS, ConstraintError, SamplingParams
 
 # %% ../nbs/51_server.ipynb #b14315f3
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ async def read_body(request: Request) -> dict:
     except TimeoutError: raise RequestError(f"the body did not arrive within {limits.body_seconds:g} s", status=408) from None
     return parse_json(b"".join(chunks), limits.json_depth)
 
-# %% ../nbs/51_server.ipynb #56082ae4
+# %% ../nbs/51_server.ipynb #7974547b
 class Gone(Exception):
     "The client has hung up."
 
 class Live:
     "The engine requests of one HTTP request."
-    def __init__(self, serving: Serving, jobs: list, options: dict): # jobs: (prompt_ids, SamplingParams) for each choice, with `options` of Engine.submit, or (ids, Pool) for each embedding
-        self.serving, self.engine, self.jobs, self.options, self.arrived, self.open = serving, serving.engine, jobs, options, deque(), {}
+    def __init__(self, serving: Serving, jobs: list, options: dict, form: str | None = None): # form: as in Answer; jobs: (prompt_ids, SamplingParams) for each choice, with `options` of Engine.submit, or (ids, Pool) for each embedding
+        self.serving, self.engine, self.jobs, self.options, self.form, self.arrived, self.open = serving, serving.engine, jobs, options, form, deque(), {}
         self.wake = asyncio.Event()                                     # something has arrived, or the client has left
         if serving.stopping: raise _stopping()
         serving.live.add(self)
@@ -156,7 +156,7 @@ class Live:
 
 def _stopping(): return RequestError("the server is stopping", status=503, code="stopping")
 
-# %% ../nbs/51_server.ipynb #ce75b27c
+# %% ../nbs/51_server.ipynb #ff5a9417
 async def disconnected(receive) -> None:
     "Returns when the client has hung up."
     while (await receive())["type"] != "http.disconnect": pass
@@ -172,14 +172,14 @@ async def _next(self, gone: asyncio.Task, seconds: float | None):
     if (got := self.arrived.popleft()) is None: raise _stopping()
     index, output = got
     if output.finish_reason: self.open.pop(index, None)
-    if output.finish_reason == "error": raise _failed(output.error)
+    if output.finish_reason == "error": raise _failed(output.error, self.form)
     if output.finish_reason == "abort": raise RequestError("the engine was stopped", status=500)
     return index, output
 
-def _failed(error: str | None) -> RequestError:
+def _failed(error: str | None, form: str | None) -> RequestError:
     "A request that failed in the engine: through its own constraint, or through no fault of its own."
     kind, _, reason = (error or "").partition(": ")
-    if kind == "ConstraintError": return RequestError(reason, status=400, code="constraint_failed")
+    if kind == "ConstraintError": return RequestError(f"{form}: {reason}", form, code="constraint_failed")
     return RequestError("the engine failed on this request", status=500)
 
 Live.next = _next
@@ -203,15 +203,16 @@ class Choice:
         self.finish_reason = output.finish_reason
         self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
 
-# %% ../nbs/51_server.ipynb #a77615fb
+# %% ../nbs/51_server.ipynb #67d5c51b
 class Answer(Response):
     "The reply to a generation request."
-    def __init__(self, serving: Serving, jobs: list, options: dict, reply, n: int, stream: bool, heads: list[str]):
-        self.serving, self.jobs, self.options, self.reply, self.n, self.streamed, self.background = serving, jobs, options, reply, n, stream, None
+    def __init__(self, serving: Serving, jobs: list, options: dict, reply, n: int, stream: bool, heads: list[str],
+                 form: str | None = None): # the parameter that the client asked for a form by
+        self.serving, self.jobs, self.options, self.reply, self.n, self.streamed, self.form, self.background = serving, jobs, options, reply, n, stream, form, None
         self.choices = [Choice([h]) for h in heads]                      # heads: text shown before the answer (echo)
 
     async def __call__(self, scope, receive, send):
-        live, gone = Live(self.serving, self.jobs, self.options), asyncio.ensure_future(disconnected(receive))
+        live, gone = Live(self.serving, self.jobs, self.options, self.form), asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda _: live.wake.set())
         try:
             live.submit()
@@ -322,7 +323,7 @@ def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
 def _need_text(engine, param: str = "prompt"):
     if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", param, code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #db282575
+# %% ../nbs/51_server.ipynb #c68201f7
 async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices. A constraint is compiled on a worker thread."
     engine, n = serving.engine, asked.n or 1
@@ -344,14 +345,18 @@ async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer
     if asked.return_cache_report and stream and not include_usage: raise invalid("return_cache_report", "a stream needs stream_options: {\"include_usage\": true} for it")
     reply = shape(serving.name, engine.tokenizer, include_usage, bool(asked.return_cache_report))
     echo = [engine.tokenizer.decode(ids) if getattr(asked, "echo", None) else "" for ids in prompts for _ in range(n)]
-    return Answer(serving, jobs, {"cache_salt": asked.cache_salt or "", "priority": asked.priority or 0}, reply, n, stream, echo)
+    return Answer(serving, jobs, {"cache_salt": asked.cache_salt or "", "priority": asked.priority or 0}, reply, n, stream, echo, _form(asked))
 
-# %% ../nbs/51_server.ipynb #b7dc0e0a
+# %% ../nbs/51_server.ipynb #ad0c448e
 def _invalid(error: ValueError, asked) -> RequestError:
     "The reply to a wrong parameter, under the name that the client gave it."
     field = getattr(error, "field", None)
+    if isinstance(error, ConstraintError): return invalid(_form(asked), str(error))
     if field == "json_schema" and asked.json_schema is None: return invalid("response_format", str(error))
     return RequestError(str(error), field, code="invalid_value")
+
+def _form(asked) -> str | None: # the parameter that asks for a form of the text
+    return next((name for name in CONSTRAINTS if getattr(asked, name) is not None), "response_format" if getattr(asked, "response_format", None) else None)
 
 # %% ../nbs/51_server.ipynb #c2b8b1aa
 class Embedded(Answer):

@@ -247,7 +247,21 @@ def test_response_format_and_extensions():
         assert post(url, ROUTES[1], asked(ROUTES[1], response_format={"type": "text"}))[0] == 200
         ban = {str(i): -100 for i in (52, 53)}
         status, reply = post(url, ROUTES[1], asked(ROUTES[1], regex="[45]", logit_bias=ban))
-        assert status == 400 and reply["error"]["code"] == "constraint_failed", reply
+        assert status == 400 and reply["error"]["code"] == "constraint_failed" and reply["error"]["param"] == "regex" and reply["error"]["message"].startswith("regex: no token"), reply
+
+
+def test_a_form_that_is_too_much_work_is_the_clients_fault(caplog):
+    "It is named, and the log is not filled with it"
+    deep = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^4$"}}}
+    with served(ids("no idea")) as (url, _), caplog.at_level("WARNING"):
+        for more, name in (({"grammar": 'start: "a"{1000000}'}, "grammar"), ({"regex": "(a{1000}){1000}"}, "regex"), ({"response_format": deep, "logit_bias": {str(ord("4")): -100}}, "response_format")):
+            for path in ROUTES:
+                if name == "response_format" and "chat" not in path: continue
+                status, reply = post(url, path, asked(path, **more))
+                assert status == 400 and reply["error"]["param"] == name and reply["error"]["message"].startswith(f"{name}: "), reply
+                events = receive(send(url, path, asked(path, stream=True, **more)))[2].decode()
+                assert f'"param":"{name}"' in events, events
+    assert not caplog.records, caplog.text
 
 
 def test_openai_client_parses_a_typed_answer():
