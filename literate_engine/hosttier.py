@@ -420,8 +420,8 @@ def _common(a: bytes, b: bytes) -> int:
     differ = np.flatnonzero(np.frombuffer(a, ">u4", n, _ROOT) != np.frombuffer(b, ">u4", n, _ROOT))
     return int(differ[0]) if len(differ) else n
 
-# %% ../nbs/33_hosttier.ipynb #3c4c58a8
-REASONS = ("nothing similar seen", "text differs", "the rest is new", "last token is always computed", "evicted", "no checkpoint that early")
+# %% ../nbs/33_hosttier.ipynb #daaabbe1
+REASONS = ("nothing similar seen", "text differs", "the rest is new", "last token is always computed", "only whole blocks are reused", "evicted", "no checkpoint that early")
 
 @dataclass(frozen=True)
 class CacheReport:
@@ -460,7 +460,7 @@ def cache_report(
     differs = common < min(n, len(earlier))
     if num_cached_tokens < min(common, n - 1)//BLOCK_SIZE*BLOCK_SIZE:
         reason = "no checkpoint that early" if num_cached_tokens < (num_found_tokens or 0) else "evicted"
-    elif common >= n: reason = "last token is always computed"
+    elif common >= n: reason = "last token is always computed" if n % BLOCK_SIZE < 2 else "only whole blocks are reused"
     else: reason = "nothing similar seen" if not common else "text differs" if differs else "the rest is new"
     where = (common, token_ids[common], int(earlier[common])) if differs else (None, None, None)
     return CacheReport(n, num_cached_tokens, common, reason, *where, checkpoint)

@@ -169,7 +169,7 @@ def test_reports_say_why():
         def why(ids, **more): return llm.generate(ids, one, **more)[0].cache_report
         a, b = list(range(60)), list(range(40)) + [99]*10
         reports = [why(a), why(a), why(b), why(a + [7]*5), why(a, cache_salt="x")]
-        assert [r.reason for r in reports] == [REASONS[i] for i in (0, 3, 5, 2, 0)]
+        assert [r.reason for r in reports] == [REASONS[i] for i in (0, 4, 6, 2, 0)]
         assert (reports[2].position, reports[2].token_id, reports[2].earlier_token_id, reports[2].texts) == (40, 99, 40, ("c", "("))
         assert [r.num_cached_tokens for r in reports] == [0, 48, 0, 48, 0] and reports[1].checkpoint == 48 and reports[0].checkpoint is None
         for i in range(5): why([200 + i]*80)

@@ -297,7 +297,7 @@ def test_a_cache_report_is_told_to_whoever_asks():
         body = {"prompt": [7] * 40 + [8, GO], "max_tokens": 1}
         details = lambda **more: post(url, "/v1/completions", {**body, **more})[1]["usage"]["prompt_tokens_details"]
         first, again, plain = details(return_cache_report=True)["cache_report"], details(return_cache_report=True)["cache_report"], details()
-        assert first["reason"] == "nothing similar seen" and again["reason"] == "last token is always computed" and plain == {"cached_tokens": 32}
+        assert first["reason"] == "nothing similar seen" and again["reason"] == "only whole blocks are reused" and plain == {"cached_tokens": 32}
         one, two = details(return_cache_report=True, prompt=[[7] * 40 + [9, GO], [6, GO]], n=2)["cache_report"]
         assert (one["position"], one["token_id"], one["earlier_token_id"]) == (40, 9, 8) and len(one["texts"]) == 2 and "at position 40" in one["summary"]
         assert one["num_cached_tokens"] == 32 and two["reason"] == "nothing similar seen"
