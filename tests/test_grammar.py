@@ -1,4 +1,5 @@
 """Texts of a given form: every way to ask for one, what is refused, and what a hostile form may cost."""
+import itertools
 import json
 import re
 import subprocess
@@ -144,6 +145,26 @@ def test_models_without_an_end_token_or_a_tokenizer():
 def test_nothing_is_loaded_unless_asked_for():
     code = "import sys; from literate_engine.llm import LLM; from literate_engine.engine import scripted_engine\nwith LLM(scripted_engine(lambda t: 65)) as m: m.generate('a')\nprint('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_white_space_between_the_parts_of_json_is_bounded():
+    "Whatever blanks a model likes best, a new line and 20 of them follow each other at most; usual layouts are accepted whole"
+    g = Grammars(byte_tokenizer(), 257)
+    for schema in (PERSON, {"type": "object"}, {"type": "array", "items": {"type": "integer"}}, {}):
+        value = [1, 2] if schema.get("type") == "array" else {"name": "Al", "age": 3}
+        for layout in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}):
+            m = g.matcher(SamplingParams(json_schema=schema))
+            for b in json.dumps(value, **layout).encode(): m.accept(b)
+            assert m.finished or 256 in m.ids, (schema, layout)
+        for liked in itertools.permutations(b"\t\n "):
+            m, quoted, runs = g.matcher(SamplingParams(json_schema=schema)), False, []
+            for b in json.dumps(value, separators=(",", ":")).encode():
+                n = 0
+                while not quoted and n < 100 and (blanks := [w for w in liked if w in m.ids]): m.accept(blanks[0]); n += 1
+                runs.append(n)
+                quoted ^= b == ord('"')
+                m.accept(b)
+            assert 0 < max(runs) <= 21, (schema, liked, runs)
 
 
 # ---- what is refused
