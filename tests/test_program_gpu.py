@@ -175,7 +175,7 @@ def test_every_setting_chooses_what_it_chooses_on_a_cpu(monkeypatch):
                 o = done.get(timeout=120)
                 got[o.request_id][0].extend(o.token_ids)
                 if o.finish_reason: got[o.request_id][1].append((o.finish_reason, o.error))
-                for lp, top in o.logprobs or (): got[o.request_id][2].append((lp, [i for i, _ in top]))
+                for lp, top in [*(o.logprobs or ()), *(t for t in o.prompt_logprobs or () if t)]: got[o.request_id][2].append((lp, [i for i, _ in top]))
             heard[device] = got
     for i, kw in enumerate(kinds):
         (a, ends_a, told_a), (b, ends_b, told_b) = (heard[d][f"{i}"] for d in ("cpu", "cuda"))
