@@ -6,8 +6,9 @@
 __all__ = ['WORDS', 'SIG', 'CPU_OPS', 'cpu_op', 'named', 'op_address', 'compile_ops', 'op_rows', 'own_row', 'columns', 'call_op',
            'operand_word', 'run', 'worker', 'run_op', 'call_share']
 
-# %% ../nbs/10_cpu_ops.ipynb #f0bc3e3c
+# %% ../nbs/10_cpu_ops.ipynb #3205ca34
 import collections, contextlib, functools, importlib, logging, os, subprocess, sys, threading
+from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -92,17 +93,20 @@ def op_address(name: str) -> int:
         if not c.cache_hits and os.path.exists(f.__code__.co_filename): _say_that_it_compiles()
     return _compiled[name].address
 
-# %% ../nbs/10_cpu_ops.ipynb #56706e35
+# %% ../nbs/10_cpu_ops.ipynb #44bb0f3e
 def compile_ops(
     names,              # of ops
     processes: int = 1,
+    go_on: Callable | None = None,      # called before each one that is compiled here; what it raises ends the work
 ) -> None:
     "Have the machine code of these ops at hand: what the cache lacks is compiled by several processes."
     missing = collections.deque(sorted((n for n in dict.fromkeys(names) if _missing(n)), key=lambda n: not n.startswith(("attention", "linear", "experts"))))   # long ones first
     if len(missing) > 1: _say_that_it_compiles()
     helpers = [_Helper(missing) for _ in range(min(len(missing), processes) - 1)]
     try:
-        while missing: op_address(missing.popleft())
+        while missing:
+            if go_on: go_on()
+            op_address(missing.popleft())
         for h in helpers: h.join()
     finally:
         for h in helpers: h.process.kill()

@@ -146,7 +146,7 @@ def _emulator() -> ctypes.CDLL:
     if lib.emulator_start(): raise CudaError("the emulator cannot reserve 128 GB of addresses: is there a limit on virtual memory (ulimit -v)?")
     return lib
 
-# %% ../nbs/10_emulator.ipynb #c32ae3be
+# %% ../nbs/10_emulator.ipynb #b77ca3a6
 ALLOCATED = {}                                        # address -> (bytes, Uses): every array in the emulated memory
 
 def device_memory(nbytes: int) -> np.ndarray:
@@ -157,7 +157,7 @@ def device_memory(nbytes: int) -> np.ndarray:
     room, stream = -(-nbytes//512)*512, current_stream()       # what CuPy's pool would take
     buffer.uses = allocated(stream, at, room)
     ALLOCATED[at] = nbytes, buffer.uses
-    weakref.finalize(buffer, _release, lib, at, nbytes, stream, room)
+    weakref.finalize(buffer, _release, lib, at, nbytes, stream, room).atexit = False      # a thread may still compute when the interpreter ends, and all memory goes then
     return np.frombuffer(buffer, np.uint8) if nbytes else np.empty(0, np.uint8)
 
 def _release(lib, at, nbytes, stream, room):
@@ -284,7 +284,7 @@ def empty(shape, dtype=np.float64, order="C") -> Array:
     size = int(np.prod(shape, dtype=np.int64))
     return Array(device_memory(size*dtype.itemsize).view(dtype).reshape(shape))
 
-# %% ../nbs/10_emulator.ipynb #054b54ba
+# %% ../nbs/10_emulator.ipynb #b6727bf9
 class _Random:
     "CuPy's random numbers, where this package draws some."
     def __init__(self, seed=0): self.rng = np.random.default_rng(seed)
@@ -296,7 +296,7 @@ def _pinned(nbytes):
     "Host memory that the GPU reads by itself."
     memory = (ctypes.c_ubyte*nbytes)()
     pin(at := ctypes.addressof(memory), nbytes)
-    weakref.finalize(memory, unpin, at)
+    weakref.finalize(memory, unpin, at).atexit = False
     return memory
 
 # %% ../nbs/10_emulator.ipynb #26071fa0

@@ -262,7 +262,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #1198031a
+# %% ../nbs/31_model.ipynb #06d5ead1
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     draws = False            # does it draw greedy tokens itself?
@@ -302,7 +302,7 @@ class Model:
         self._open_trace()
         recorder = Recorder(self.max_model_len, self.activations)
         self._stream, logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
-        compile_ops([*packed.ops, *(i.op for i in recorder.code)], num_cores())
+        compile_ops([*packed.ops, *(i.op for i in recorder.code)], num_cores(), progress and (lambda: progress(0, len(jobs))))
         run_jobs(jobs, num_threads, progress)
         self.file.close()                                                         # every byte that is needed has been packed
         self.workers = Workers(num_threads)

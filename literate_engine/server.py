@@ -7,7 +7,7 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
            'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #b6681b93
+# %% ../nbs/51_server.ipynb #12ff8dc6
 import argparse
 import asyncio
 import functools
@@ -18,7 +18,7 @@ import sys
 import threading
 import uuid
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -488,9 +488,15 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #e7659b35
+# %% ../nbs/51_server.ipynb #5d21013b
 class _Server(uvicorn.Server):
     "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
+    begin = staticmethod(lambda: None)               # called once it listens; signals only tell it to end by then
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        self.begin()
+
     async def shutdown(self, sockets=None):
         self.config.app.state.serving.stop()
         await super().shutdown(sockets)
@@ -519,34 +525,44 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #46bf6b2a
+# %% ../nbs/51_server.ipynb #783a63b7
 def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None,
           api_key: str | None = None,    # default: the environment's LITERATE_API_KEY
           no_api_key: bool = False,      # beyond loopback without a key
           allowed_hosts: tuple = (),     # further names in Host headers
           **engine_options) -> None:
     "Serve a model file until interrupted; `engine_options` are fields of EngineConfig. ValueError for what the user got wrong."
-    config, future = EngineConfig(**engine_options), Future()
+    config, future, given_up = EngineConfig(**engine_options), Future(), threading.Event()
     if api_key is None and not no_api_key: api_key = os.environ.get("LITERATE_API_KEY") or None
     sock = listen(host, port)
     access, made = access_for(sock.getsockname()[0], api_key, no_api_key, allowed_hosts)
     server = _uvicorn(create_app(future, model_name, limits, access))
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    def go_on(*progress):                            # called after each matrix
+        if given_up.is_set(): raise CancelledError
     def load():
         try:
-            engine = Engine(path, config).start()
-            if engine.tokenizer.kind != "none": engine.grammars.prepare()      # now, while nobody waits for a token
+            engine = Engine(path, config, go_on).start()
+            if engine.tokenizer.kind != "none" and not given_up.is_set(): engine.grammars.prepare()      # now, while nobody waits for a token
         except BaseException as e: future.set_exception(e); server.should_exit = True
-        else: future.set_result(engine); print(_welcome(engine, url, bool(access.keys)), flush=True)
-    print(f"loading; {url}/health says when it is ready", flush=True)
-    if made: print(f"API key, made for this run: {made}", flush=True)
-    threading.Thread(target=load, name="load", daemon=True).start()
+        else:
+            future.set_result(engine)
+            if not given_up.is_set(): print(_welcome(engine, url, bool(access.keys)), flush=True)
+    loader, interrupted = threading.Thread(target=load, name="load"), False
+    def begin():
+        print(f"loading; {url}/health says when it is ready", flush=True)
+        if made: print(f"API key, made for this run: {made}", flush=True)
+        loader.start()
+    server.begin = begin
     try: server.run(sockets=[sock])
-    except KeyboardInterrupt: pass
-    finally: sock.close()
-    if not future.done(): return                     # interrupted while loading
-    if error := future.exception(): raise error
-    future.result().stop()
+    except KeyboardInterrupt: interrupted = True
+    finally: given_up.set(); sock.close()
+    if not future.done(): print("stopped while loading", file=sys.stderr, flush=True)
+    if not loader.ident: return                      # interrupted before anything
+    try: loader.join()
+    except KeyboardInterrupt: os._exit(130)          # not waited for: an interpreter that ends in order would take from the thread what it works with
+    if not (error := future.exception()): future.result().stop()
+    elif not interrupted: raise error
 
 # %% ../nbs/51_server.ipynb #cd2e0022
 def _welcome(engine, url: str, keyed: bool) -> str:

@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,3 +117,52 @@ def test_a_gpu_that_is_not_there_is_one_line(smollm2):
     if importlib.util.find_spec("cupy"): pytest.skip("CuPy is here")
     done = cli("generate", str(smollm2), "hello", "--device", "cuda")
     assert done.returncode == 2 and done.stderr.strip().splitlines() == ["literate-engine: device is 'cuda': CuPy is not here: running on a GPU needs `pip install literate-engine[gpu]`"]
+
+
+SLOW = """
+import sys, time
+from literate_engine import cli, model
+run_jobs, seconds = model.run_jobs, float(sys.argv.pop(1))
+def slow(job): time.sleep(seconds); job()
+model.run_jobs = lambda jobs, *args: run_jobs([lambda j=j: slow(j) for j in jobs], *args)
+sys.exit(cli.main())
+"""                                                                       # the command, with matrices that take their time
+
+
+def interrupted(command: list[str], *seconds: float, **env: str) -> tuple[int, float, str, str]:
+    "Exit code, seconds from the last Ctrl-C to the end, outputs of a server that is interrupted so long after it begins to load, and again so long after that."
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | env) as p:
+        first = p.stdout.readline()
+        assert first.startswith("loading; "), first + p.stderr.read()
+        for s in seconds:
+            time.sleep(s)
+            p.send_signal(signal.SIGINT)
+        start = time.perf_counter()
+        out, err = p.communicate(timeout=60)
+        return p.returncode, time.perf_counter() - start, out, err
+
+
+def notes(err: str) -> list[str]: return [line for line in err.splitlines() if not line.startswith("compiling kernels")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT between processes")
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.8, 1.5, 2.5, 3.5])
+def test_a_load_on_a_gpu_is_stopped_by_an_interrupt(smollm2, emulated_gpu, seconds):
+    "A thread that still copies while the interpreter takes memory back would end in a segmentation fault: -11."
+    if not os.environ.get("LITERATE_GPU", "").startswith("emulated"): pytest.skip("the GPU is real")
+    code, _, out, err = interrupted(["-m", "literate_engine.cli", "serve", str(smollm2), "--device", "cuda", "--port", "0"], seconds)
+    assert code == 0 and notes(err) in ([], ["stopped while loading"]) and "Traceback" not in out, (code, out, err)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT between processes")
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0])
+def test_a_long_load_is_stopped_by_an_interrupt(smollm2, seconds):
+    cli("generate", str(smollm2), "hi", "--max-tokens", "1", "--threads", "2")                # what has to be compiled is
+    code, waited, out, err = interrupted(["-c", SLOW, "0.4", "serve", str(smollm2), "--device", "cpu", "--threads", "2", "--port", "0"], seconds)
+    assert code == 0 and waited < 5 and notes(err) == ["stopped while loading"] and out == "", (code, waited, out, err)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT between processes")
+def test_a_second_interrupt_does_not_wait(smollm2):
+    code, waited, out, err = interrupted(["-c", SLOW, "30", "serve", str(smollm2), "--device", "cpu", "--threads", "2", "--port", "0"], 1.5, 2.0)
+    assert code == 130 and waited < 5 and notes(err) == ["stopped while loading"] and out == "", (code, waited, out, err)

@@ -764,7 +764,7 @@ def test_beyond_loopback_a_key_is_needed(monkeypatch, capsys, options, env, expe
     "serve() itself, with a scripted engine in the place of a model."
     servers, make = [], server._uvicorn
     monkeypatch.setattr(server, "_uvicorn", lambda app: servers.append(make(app)) or servers[0])
-    monkeypatch.setattr(server, "Engine", lambda path, config: scripted(ids("Hi")))
+    monkeypatch.setattr(server, "Engine", lambda *_: scripted(ids("Hi")))
     monkeypatch.setenv("LITERATE_API_KEY", env or "")
     thread = threading.Thread(target=server.serve, args=("model.gguf",), kwargs={"host": "0.0.0.0", "port": 0} | options)
     thread.start()
