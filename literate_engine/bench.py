@@ -158,12 +158,13 @@ def bytes_per_token(path: Path) -> int:
     if "output.weight" in sizes: sizes.pop("token_embd.weight", None)
     return sum(sizes.values())
 
-# %% ../nbs/60_bench.ipynb #3eba499a
-def read_ceiling(device: str, threads: int) -> float:  # GB/s
-    "How fast the device reads its memory."
+# %% ../nbs/60_bench.ipynb #ef2afd56
+def read_ceiling(device: str, threads: int) -> float | None:  # GB/s
+    "How fast the device reads its memory; None for an emulated GPU, which has no memory of its own."
     if device == "cpu": return peak_bandwidth(threads=threads, runs=20)
+    from literate_engine import cuda
     from literate_engine.upload import gpu_ceilings
-    return gpu_ceilings()["read_gb_s"]
+    return None if cuda.device().name == "emulated" else gpu_ceilings()["read_gb_s"]
 
 # %% ../nbs/60_bench.ipynb #9e9c531d
 def prompts_for(n_seqs: int, n_prompt: int, n_vocab: int, seed: int) -> list[list[int]]:
@@ -257,7 +258,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #3a74df78
+# %% ../nbs/60_bench.ipynb #0588b74d
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -289,7 +290,7 @@ def run_bench(
             rounds, seqs = _one_setting(what, path, device, t, b, n_prompt, n_gen, runs, kinds, n_vocab)
             if bandwidth: bandwidth.append(read_ceiling(device, t))               # before and after: the better one is the ceiling
             ours, theirs = (None if only_peer else rounds[0]), (rounds[-1] if peer or what == "turn" else None)
-            ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if bandwidth else None
+            ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if any(bandwidth) else None
             rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))
             if b > 1: shared.append({"threads": t, "batch": b, "seqs_per_step": seqs})
     settings = {"file": path.name, "peer": "literate_engine, cold" if what == "turn" else peer, "kv_type": "f16", "temperature": 0, "prompt_cache": what == "turn", "runs": runs,

@@ -209,34 +209,42 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #e4f4d928
+# %% ../nbs/61_cli.ipynb #b6a810df
 @app.command(name="trace-diff")
 def trace_diff(
     model: Model,
     devices: Annotated[str, typer.Option(help="The two devices, as in ref,cuda.")] = "ref,cpu",
     text: Annotated[str, typer.Option(help="What is computed; one step.")] = "The quick brown fox jumps over the lazy dog.",
     activations: Activations = "float32",
-    tolerance: Annotated[float | None, typer.Option(help="Relative error that is still rounding. Default: 1e-4, 0.1 for int8.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Relative error that is still rounding; 0: none. Default: 1e-4, 0.1 for int8.")] = None,
     json: Json = False,
 ) -> None:
     "Compare two devices operation by operation: the error of each layer, and the first call that differs by more than rounding. Exit code 1 if one does."
+    import math
+    from literate_engine.config import ModelConfig
     from literate_engine.core import find_model
     from literate_engine.gguf import GGUFFile
+    from literate_engine.settings import EngineConfig, which_device
     from literate_engine.tokenizer import Tokenizer
-    from literate_engine.trace import first_divergence
+    from literate_engine.trace import CALLS, first_divergence
     from literate_engine.trace import trace_diff as compare
     pair = tuple(d.strip() for d in devices.split(","))
-    if len(pair) != 2: raise ValueError(f"--devices is {devices!r}: expected two, as in ref,cuda")
-    path = find_model(model)
-    with GGUFFile(path) as file: ids = Tokenizer.from_gguf(file).encode(text)
-    calls, tolerance = compare(path, pair, ids, activations), tolerance or (1e-4 if activations == "float32" else 0.1)
+    if len(pair) != 2 or set(pair) - set(CALLS): raise ValueError(f"--devices is {devices!r}: expected two of {', '.join(CALLS)}, as in ref,cuda")
+    if tolerance is None: tolerance = 1e-4 if activations == "float32" else 0.1
+    if not 0 <= tolerance < math.inf: raise ValueError(f"--tolerance is {tolerance:g}: expected a number from 0 (exactly equal) on")
+    path, configs = find_model(model), [EngineConfig(device=d, activations=activations) for d in pair]
+    with GGUFFile(path) as file:
+        known = ModelConfig.from_gguf(file)
+        for c in configs: which_device(c, known, file.tensors.values())                   # refuses what the engine refuses
+        ids = Tokenizer.from_gguf(file).encode(text)
+    calls = compare(path, pair, ids, activations)
     first = first_divergence(calls, tolerance)
     layers = {}
     for c in calls: layers[".".join(c.where.split(".")[:2])] = max(c.error, layers.get(".".join(c.where.split(".")[:2]), 0.0))
     if json: _print_json({"model": model, "devices": pair, "activations": activations, "tolerance": tolerance, "calls": [c._asdict() for c in calls], "first": first and first._asdict()})
     else:
         for where, error in layers.items(): print(f"{where:24} {error:.1e}")
-        if first: print(f"first divergence: call {first.number}, {first.op} {first.where}: row {first.place[0]}, column {first.place[1]}: {first.values[0]:.6g} on {pair[0]}, {first.values[1]:.6g} on {pair[1]} (relative error {first.error:.1e})")
+        if first: print(f"first divergence: call {first.number}, {first.op} {first.where}: row {first.place[0]}, column {first.place[1]}: {first.values[0]:.9g} on {pair[0]}, {first.values[1]:.9g} on {pair[1]} (relative error {first.error:.1e})")
         else: print(f"no divergence: {len(calls)} calls of {len(ids)} tokens, the largest error {max(c.error for c in calls):.1e}, tolerance {tolerance:g}")
     if first: raise typer.Exit(1)
 
@@ -350,8 +358,19 @@ def bench(
     columns = ["what", "model", "device", "threads", "n_prompt", "n_gen", "batch", "ours", "peer", "unit", "ratio", "ratio_min", "ratio_max", "ceiling", "share_of_ceiling"]
     _table(report["rows"], [c for c in columns if any(r[c] is not None for r in report["rows"])], title=report["machine"]["cpu"])
 
-# %% ../nbs/61_cli.ipynb #9f6e4101
+# %% ../nbs/61_cli.ipynb #6dcf8816
 _Usage = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")    # typer carries click under one name or another
+
+def _expected(e: Exception) -> bool:
+    "Is it about the user's wishes, the files or the machine? A RuntimeError is, if it comes from a GPU; others are faults of this package."
+    from literate_engine.emulated_streams import CudaError
+    return not isinstance(e, RuntimeError) or isinstance(e, CudaError)
+
+def _as_given(message: str, argv: list[str]) -> str:
+    "A message about a setting, by the name of the option that set it."
+    field, verb, _ = (message + "  ").split(" ", 2)
+    option = {"num_threads": "--threads"}.get(field, "--" + field.replace("_", "-"))
+    return option + message.removeprefix(field) if verb in ("is", "must") and any(a.partition("=")[0] == option for a in argv) else message
 
 def main(argv: list[str] | None = None) -> int:
     "Run the command line; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."
@@ -361,7 +380,9 @@ def main(argv: list[str] | None = None) -> int:
     except _Usage as e:
         if type(e).__name__ == "NoArgsIsHelpError": print(e.format_message()); return 2
         message = e.format_message()
-    except (ValueError, OSError) as e: message = str(e) if str(e) else type(e).__name__
+    except (ValueError, OSError, MemoryError, RuntimeError) as e:
+        if not _expected(e): raise
+        message = _as_given(str(e) or type(e).__name__, argv if argv is not None else sys.argv[1:])
     except ModuleNotFoundError as e: message = f"{e.name} is not installed: pip install {e.name}"
     except (KeyboardInterrupt, typer.Abort): return 130
     print("literate-engine: " + " ".join(message.split()), file=sys.stderr)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from literate_engine.core import fixture
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -116,7 +118,7 @@ def test_bench_of_a_second_turn(smollm2):
 def test_a_gpu_that_is_not_there_is_one_line(smollm2):
     if importlib.util.find_spec("cupy"): pytest.skip("CuPy is here")
     done = cli("generate", str(smollm2), "hello", "--device", "cuda")
-    assert done.returncode == 2 and done.stderr.strip().splitlines() == ["literate-engine: device is 'cuda': CuPy is not here: running on a GPU needs `pip install literate-engine[gpu]`"]
+    assert done.returncode == 2 and done.stderr.strip().splitlines() == ["literate-engine: --device is 'cuda': CuPy is not here: running on a GPU needs `pip install literate-engine[gpu]`"]
 
 
 SLOW = """
@@ -166,3 +168,69 @@ def test_a_long_load_is_stopped_by_an_interrupt(smollm2, seconds):
 def test_a_second_interrupt_does_not_wait(smollm2):
     code, waited, out, err = interrupted(["-c", SLOW, "30", "serve", str(smollm2), "--device", "cpu", "--threads", "2", "--port", "0"], 1.5, 2.0)
     assert code == 130 and waited < 5 and notes(err) == ["stopped while loading"] and out == "", (code, waited, out, err)
+
+
+def one_line(done: subprocess.CompletedProcess) -> str:
+    "What a command says that refuses something."
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("literate-engine: "), (done.returncode, done.stdout, done.stderr)
+    return done.stderr.removeprefix("literate-engine: ").strip()
+
+
+GPU_COMMANDS = {"generate": ["generate", "F", "hi", "--device", "cuda"], "trace-diff": ["trace-diff", "F", "--devices", "ref,cuda"], "bench": ["bench", "decode", "F", "--device", "cuda"],
+                "perplexity": ["perplexity", "F", "-", "--device", "cuda"], "serve": ["serve", "F", "--device", "cuda", "--port", "0"]}
+
+def on_a_gpu(command: str, model: str = "llama.gguf", **env: str) -> subprocess.CompletedProcess:
+    done = cli(*[str(fixture(model)) if a == "F" else a for a in GPU_COMMANDS[command]], stdin="some text", **env)
+    if command == "serve": done.stdout = done.stdout.partition("loading; ")[0]
+    return done
+
+
+@pytest.mark.parametrize("command", GPU_COMMANDS)
+@pytest.mark.parametrize("gpu", ["foo", "emulated:70"])
+def test_a_gpu_that_nobody_knows_is_one_line(command, gpu):
+    assert f"LITERATE_GPU={gpu}: expected real, emulated or emulated:ARCH" in one_line(on_a_gpu(command, LITERATE_GPU=gpu))
+
+
+@pytest.mark.parametrize("command", GPU_COMMANDS)
+def test_no_cupy_is_one_line(command):
+    if importlib.util.find_spec("cupy"): pytest.skip("CuPy is here")
+    assert "CuPy is not here" in one_line(on_a_gpu(command, LITERATE_GPU="real"))
+
+
+@pytest.mark.parametrize("command", ["generate", "trace-diff", "bench"])
+def test_no_compiler_is_one_line(command, tmp_path):
+    done = on_a_gpu(command, LITERATE_GPU="emulated", PATH=str(tmp_path), LITERATE_CACHE=str(tmp_path), CXX="")
+    assert "the emulator needs a C++ compiler" in one_line(done)
+
+
+@pytest.mark.parametrize("command", ["generate", "trace-diff", "bench"])
+def test_a_limit_on_memory_is_one_line(command, emulated_gpu):
+    "An emulated GPU reserves addresses; a fault of the package would be a traceback."
+    resource = pytest.importorskip("resource")
+    argv = [str(fixture("llama.gguf")) if a == "F" else a for a in GPU_COMMANDS[command]]
+    done = subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"LITERATE_GPU": "emulated"},
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30)))
+    assert "is there a limit on virtual memory" in one_line(done)
+
+
+@pytest.mark.parametrize("model,kind", [("mamba2.gguf", "mamba2"), ("deepseek_v2.gguf", "moe"), ("gpt_oss.gguf", "moe"), ("nemotron_h.gguf", "mamba2")])
+def test_a_trace_refuses_what_the_engine_refuses(model, kind):
+    lines = [one_line(on_a_gpu(command, model, LITERATE_GPU="emulated")) for command in ("generate", "trace-diff")]
+    assert "layers of kind" in lines[0] and kind in lines[0] and lines[0] == "--" + lines[1]
+
+
+def test_the_tolerance_of_a_trace():
+    path = str(fixture("llama.gguf"))
+    for wrong in ("-1", "nan", "inf"): assert one_line(cli("trace-diff", path, "--tolerance", wrong)) == f"--tolerance is {wrong}: expected a number from 0 (exactly equal) on"
+    same, other = cli("trace-diff", path, "--devices", "ref,ref", "--tolerance", "0"), cli("trace-diff", path, "--tolerance", "0")
+    assert same.returncode == 0 and "tolerance 0" in same.stdout
+    assert other.returncode == 1 and "first divergence: call" in other.stdout
+    assert cli("trace-diff", path).returncode == 0
+    assert one_line(cli("trace-diff", path, "--devices", "ref,gpu")) == "--devices is 'ref,gpu': expected two of ref, cpu, cuda, as in ref,cuda"
+
+
+def test_bench_on_an_emulated_gpu_has_no_ceiling(emulated_gpu):
+    done = cli("bench", "decode", str(fixture("llama.gguf")), "--device", "cuda", "--runs", "1", "--n-gen", "4", "--json", LITERATE_GPU="emulated")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["ours"] > 0 and row["ceiling"] is None and row["share_of_ceiling"] is None
