@@ -189,7 +189,7 @@ def _ask() -> str | None:
     try: return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError: return None
 
-# %% ../nbs/61_cli.ipynb #f936a497
+# %% ../nbs/61_cli.ipynb #e2580ee4
 @app.command()
 def perplexity(
     model: Model,
@@ -204,6 +204,7 @@ def perplexity(
     try: text = _text(file) if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as e: raise ValueError(f"{file}: not UTF-8 text, byte {e.start}") from None
     except OSError as e: raise ValueError(f"{file}: {e.strerror}") from None
+    if not text: raise ValueError(f"{'standard input' if file == '-' else file} is empty: a perplexity needs at least 2 tokens")
     with _llm(model, device=device, num_threads=threads, activations=activations, max_model_len=max_model_len) as llm:
         value, n = float(llm.perplexity(text)), len(llm.tokenizer.encode(text)) - 1          # the first token has nothing before it
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
@@ -248,7 +249,7 @@ def trace_diff(
         else: print(f"no divergence: {len(calls)} calls of {len(ids)} tokens, the largest error {max(c.error for c in calls):.1e}, tolerance {tolerance:g}")
     if first: raise typer.Exit(1)
 
-# %% ../nbs/61_cli.ipynb #8fcb5749
+# %% ../nbs/61_cli.ipynb #764c2be9
 def _engine_notes(g) -> list[str]:
     "What this engine makes of a file: layers, kernels, memory; or the reason why it cannot run it."
     from collections import Counter
@@ -256,16 +257,18 @@ def _engine_notes(g) -> list[str]:
     from literate_engine.gguf import GGUFError
     from literate_engine.kvcache import BLOCK_SIZE, kv_bytes_per_block
     from literate_engine.linear import ACT_OF, held_as, held_bits
+    from literate_engine.settings import no_gpu_kernels
     try: config = ModelConfig.from_gguf(g)
     except GGUFError as e: return [f"cannot run it: {e}"]
-    matrices = Counter()
+    matrices, lacks = Counter(), no_gpu_kernels(config)
     for t in g.tensors.values(): matrices[t.type.name] += t.n_elements if len(t.shape) > 1 else 0
     held = [f"{name} has no kernel of its own: held as {held_as(name)}, {n*held_bits(name)/2**23:,.1f} MiB" for name, n in matrices.items() if n and name not in ACT_OF]
     kv, state = kv_bytes_per_block(config.kv_layers, "f16")/BLOCK_SIZE, sum(layer.state.n_state for layer in config.layers if layer.state)
     memory = [f"KV cache {kv/1024:,.1f} KiB a token in f16, {kv*config.n_ctx/2**20:,.0f} MiB for the whole context"]*(kv > 0)
     if state: memory.append(f"recurrent state {state*4/2**20:,.2f} MiB a sequence")
     return [*(f"{n} layer{'s' * (n != 1)} of {mixer or 'feed-forward alone'}" for mixer, n in Counter(layer.mixer for layer in config.layers).items()),
-            "runs on the CPU; kernels for " + ", ".join(name for name, n in matrices.items() if n and name in ACT_OF), *held,
+            f"runs on the CPU{' or a GPU' if not lacks else ''}; kernels for " + ", ".join(name for name, n in matrices.items() if n and name in ACT_OF),
+            *[f"not on a GPU: {lacks}"]*bool(lacks), *held,
             *memory, *config.notes]
 
 # %% ../nbs/61_cli.ipynb #a6f65b0f
@@ -299,7 +302,7 @@ def pull(
     if json: _print_json(rows)
     else: _table([r | {"here": "yes" if r["here"] else "no"} for r in rows], ["name", "here", "about"])
 
-# %% ../nbs/61_cli.ipynb #5e4d3d75
+# %% ../nbs/61_cli.ipynb #47df5905
 def _auto(gpus: list[dict], why_none: str) -> dict:
     "The device that `auto` takes here, and why."
     from literate_engine.core import num_cores
@@ -307,9 +310,16 @@ def _auto(gpus: list[dict], why_none: str) -> dict:
     device, why = choose_device() if gpus else ("cpu", why_none)
     return {"device": device, "threads": num_cores(), "why": why}
 
+def _no_compiler(otherwise: str) -> str:
+    "Why kernels cannot be built for the emulator; else what is said otherwise."
+    from literate_engine.emulator import CudaError, host_compiler
+    try: host_compiler()
+    except CudaError as e: return f"{e}; only kernels that were built before can run"
+    return otherwise
+
 def _gpu_line(g: dict) -> str:
     "What is known of a GPU."
-    if g["emulated"]: return f"emulated, as sm_{g['compute'].replace('.', '')}: kernels run on the processor, for tests; nothing is measured"
+    if g["emulated"]: return f"emulated, as sm_{g['compute'].replace('.', '')}: " + _no_compiler("kernels run on the processor, for tests; nothing is measured")
     speed = f", reads {g['read_gb_s']:,} GB/s, {g['h2d_gb_s']} GB/s from pinned memory" if "read_gb_s" in g else ""
     return f"{g['name']} (compute {g['compute']}, {g['sms']} SMs, {g['free_gib']} of {g['memory_gib']} GiB free, driver {g['driver']}){speed}"
 

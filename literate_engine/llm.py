@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['POOLINGS', 'choices', 'TokenLogprob', 'RequestOutput', 'LLM', 'default_pooling', 'Pool']
 
-# %% ../nbs/44_llm.ipynb #3e3e78d2
+# %% ../nbs/44_llm.ipynb #3aca58e3
 import queue
 import sys
 import threading
@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .engine import Engine, EngineConfig, EngineFull, StepOutput
+from .engine import Engine, EngineFull, StepOutput
 from .hosttier import CacheReport
 from .sampling import SamplingParams, logprobs
+from .settings import config_of
 
 # %% ../nbs/44_llm.ipynb #d04f0eb5
 def choices(params: SamplingParams) -> list[SamplingParams]:
@@ -61,7 +62,7 @@ class RequestOutput:
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/44_llm.ipynb #57767226
+# %% ../nbs/44_llm.ipynb #a765b71e
 def _stop_aside(engine: Engine) -> None:
     "On a thread of its own: whatever thread finds an LLM forgotten may be the engine's."
     threading.Thread(target=engine.stop, name="stop", daemon=True).start()
@@ -73,7 +74,7 @@ class LLM:
         progress: Callable | None = None, # progress(done, total) while weights are packed
         **options,                        # EngineConfig fields
     ):
-        self.engine = (model if isinstance(model, Engine) else Engine(model, EngineConfig(**options), progress)).start()
+        self.engine = (model if isinstance(model, Engine) else Engine(model, config_of(options), progress)).start()
         self.tokenizer, self.config, self.metadata = self.engine.tokenizer, self.engine.model_config, self.engine.metadata
         weakref.finalize(self, _stop_aside, self.engine).atexit = False           # one that is forgotten does not keep its memory
 

@@ -7,7 +7,7 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
            'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #12ff8dc6
+# %% ../nbs/51_server.ipynb #094534ed
 import argparse
 import asyncio
 import functools
@@ -31,13 +31,14 @@ from starlette.requests import ClientDisconnect
 from .access import Access, Refused, access_for, check_type
 from .chat import TemplateError
 from .core import find_model
-from .engine import Engine, EngineConfig, EngineFull
+from .engine import Engine, EngineFull
 from .llm import Pool, default_pooling
 from .metrics import TYPE, exposition
 from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatReply, CompletionReply, CompletionRequest, DetokenizeRequest,
                                       EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, described, embedding_reply, event, invalid, joined_logprobs,
                                       parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import CONSTRAINTS, ConstraintError, SamplingParams
+from .settings import config_of
 
 # %% ../nbs/51_server.ipynb #b14315f3
 @dataclass(frozen=True)
@@ -525,15 +526,16 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #783a63b7
+# %% ../nbs/51_server.ipynb #4d4cac4f
 def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None,
           api_key: str | None = None,    # default: the environment's LITERATE_API_KEY
           no_api_key: bool = False,      # beyond loopback without a key
           allowed_hosts: tuple = (),     # further names in Host headers
           **engine_options) -> None:
     "Serve a model file until interrupted; `engine_options` are fields of EngineConfig. ValueError for what the user got wrong."
-    config, future, given_up = EngineConfig(**engine_options), Future(), threading.Event()
-    if api_key is None and not no_api_key: api_key = os.environ.get("LITERATE_API_KEY") or None
+    config, future, given_up = config_of(engine_options), Future(), threading.Event()
+    shown = api_key and "YOUR_API_KEY"               # what the line to paste says: a key of the user's is not printed
+    if api_key is None and not no_api_key and (api_key := os.environ.get("LITERATE_API_KEY") or None): shown = "$LITERATE_API_KEY"
     sock = listen(host, port)
     access, made = access_for(sock.getsockname()[0], api_key, no_api_key, allowed_hosts)
     server = _uvicorn(create_app(future, model_name, limits, access))
@@ -547,7 +549,7 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
         except BaseException as e: future.set_exception(e); server.should_exit = True
         else:
             future.set_result(engine)
-            if not given_up.is_set(): print(_welcome(engine, url, bool(access.keys)), flush=True)
+            if not given_up.is_set(): print(_welcome(engine, url, made or shown), flush=True)
     loader, interrupted = threading.Thread(target=load, name="load"), False
     def begin():
         print(f"loading; {url}/health says when it is ready", flush=True)
@@ -564,13 +566,13 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
     if not (error := future.exception()): future.result().stop()
     elif not interrupted: raise error
 
-# %% ../nbs/51_server.ipynb #cd2e0022
-def _welcome(engine, url: str, keyed: bool) -> str:
+# %% ../nbs/51_server.ipynb #4a6a8a30
+def _welcome(engine, url: str, key: str | None) -> str:
     if engine.chat_template: path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
     elif engine.tokenizer.kind == "none": path, body = "/v1/completions", '{"prompt": [1, 2, 3]}'
     else: path, body = "/v1/completions", '{"prompt": "The sky is blue because", "max_tokens": 64, "stream": true}'
-    key = ' -H "Authorization: Bearer $LITERATE_API_KEY"' if keyed else ""
-    return f"{engine.name} is ready at {url}\n  curl -N {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    header = f' -H "Authorization: Bearer {key}"' if key else ""
+    return f"{engine.name} is ready at {url}\n  curl -N {url}{path}{header} -H 'Content-Type: application/json' -d '{body}'"
 
 def main(args: list[str] | None = None) -> int:
     "python -m literate_engine.server MODEL [--host H] [--port P] [--FIELD VALUE ...]"

@@ -234,3 +234,32 @@ def test_bench_on_an_emulated_gpu_has_no_ceiling(emulated_gpu):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert row["ours"] > 0 and row["ceiling"] is None and row["share_of_ceiling"] is None
+
+
+def test_probe_says_that_a_compiler_is_missing(tmp_path):
+    done = cli("probe", "--quick", LITERATE_GPU="emulated", PATH=str(tmp_path), CXX="")
+    assert done.returncode == 0 and "GPU          emulated, as sm_90: the emulator needs a C++ compiler" in done.stdout and "kernels run on the processor" not in done.stdout
+
+
+def test_inspect_says_where_a_model_runs():
+    told = {name: cli("inspect", str(fixture(name))).stdout for name in ("llama.gguf", "mamba2.gguf", "qwen3moe.gguf")}
+    assert "runs on the CPU or a GPU; kernels for" in told["llama.gguf"] and "not on a GPU" not in told["llama.gguf"]
+    assert "runs on the CPU; kernels for" in told["mamba2.gguf"] and "not on a GPU: layers of kind mamba2 have no GPU kernels yet" in told["mamba2.gguf"]
+    assert "not on a GPU: layers of kind moe have no GPU kernels yet" in told["qwen3moe.gguf"]
+
+
+def test_a_refusal_names_the_option_that_was_given(tmp_path):
+    path, empty = str(fixture("llama.gguf")), tmp_path / "empty.txt"
+    empty.touch()
+    assert one_line(cli("generate", path, "hi", "--threads", "0")).startswith("--threads is 0: expected an integer from 1 to ")
+    assert f"this machine has {os.cpu_count()} cores" in one_line(cli("generate", path, "hi", "--threads=0"))
+    assert one_line(cli("generate", path, "hi", "--max-model-len", "-3")).startswith("--max-model-len is -3")
+    assert one_line(cli("generate", path, "hi", "--max-tokens", "-3")).startswith("--max-tokens must be")
+    assert one_line(cli("perplexity", path, str(empty))) == f"{empty} is empty: a perplexity needs at least 2 tokens"
+    assert one_line(cli("perplexity", path, "-")) == "standard input is empty: a perplexity needs at least 2 tokens"
+
+
+def test_a_setting_that_is_none_names_its_neighbours():
+    from literate_engine import LLM
+    with pytest.raises(TypeError, match="there is no setting 'max_seq_len': did you mean .*max_model_len"): LLM("nowhere.gguf", max_seq_len=100)
+    with pytest.raises(TypeError, match="there is no setting 'foo': known are device, activations"): LLM("nowhere.gguf", foo=1)

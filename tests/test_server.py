@@ -775,6 +775,7 @@ def test_beyond_loopback_a_key_is_needed(monkeypatch, capsys, options, env, expe
         printed = re.search(r"API key, made for this run: (\S+)", out)
         assert bool(printed) == (expected == "made")
         key = printed[1] if printed else expected
+        assert re.findall(r"Bearer ([^\"]+)", out) == ([] if expected is None else [printed[1] if printed else "YOUR_API_KEY" if "api_key" in options else "$LITERATE_API_KEY"])
         status = bare(url, "GET", "/v1/models", Host="localhost")[0]
         assert status == (401 if key else 200)
         if key:
