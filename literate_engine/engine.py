@@ -351,13 +351,13 @@ class Loaded(NamedTuple):
     name: str
     file: object = None                   # closed with the engine
 
-# %% ../nbs/43_engine.ipynb #37aab0c8
+# %% ../nbs/43_engine.ipynb #f5396a7f
 class Engine:
     "A model behind an inbox; outputs are delivered on the engine's thread."
     def __init__(self,
         source,                           # path of a GGUF file, or a Loaded
         config: EngineConfig | None = None,
-        progress: Callable | None = None, # progress(done, total) while weights are packed
+        progress: Callable | None = None, # progress(done, total) while weights are packed; what it raises ends the load
     ):
         config = config or EngineConfig()
         if not isinstance(source, Loaded): source, config = load_model(find_model(source), config, progress)

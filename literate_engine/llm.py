@@ -62,7 +62,7 @@ class RequestOutput:
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/44_llm.ipynb #a765b71e
+# %% ../nbs/44_llm.ipynb #f4367985
 def _stop_aside(engine: Engine) -> None:
     "On a thread of its own: whatever thread finds an LLM forgotten may be the engine's."
     threading.Thread(target=engine.stop, name="stop", daemon=True).start()
@@ -71,7 +71,7 @@ class LLM:
     "A model for a Python program: `LLM(path, **EngineConfig fields)`. A context manager; `close` gives all memory back."
     def __init__(self,
         model,                            # path, a known name, hf:owner/repo/file.gguf; or an Engine that is not yet started
-        progress: Callable | None = None, # progress(done, total) while weights are packed
+        progress: Callable | None = None, # progress(done, total) while weights are packed; what it raises ends the load
         **options,                        # EngineConfig fields
     ):
         self.engine = (model if isinstance(model, Engine) else Engine(model, config_of(options), progress)).start()

@@ -262,7 +262,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #06d5ead1
+# %% ../nbs/31_model.ipynb #06112ab3
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     draws = False            # does it draw greedy tokens itself?
@@ -317,7 +317,7 @@ class Model:
         self._stream, logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
         self.program = GpuProgram(recorder, logits, self.batch, self.cache, self.max_num_out, self.config.n_token, self.activations == "float32", (self._stream,))
         self.notes += self.program.upload(self.file.shards, progress)
-        self.program.tune([m for m in (1, 8, 16, 32) if m <= self.batch.max_num_seqs])
+        self.program.tune([m for m in (1, 8, 16, 32) if m <= self.batch.max_num_seqs], progress and (lambda n=len(self.program.weights()): progress(n, n)))
         self.program.open()
         self.cache.stream = self.program.stream
         self.file.close()

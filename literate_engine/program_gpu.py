@@ -290,7 +290,7 @@ class StepArrays:
         self.device.set(self.fill(), stream=stream)
         self.sent[self.turn].record(stream)
 
-# %% ../nbs/30_program_gpu.ipynb #caba9741
+# %% ../nbs/30_program_gpu.ipynb #df6975b2
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -328,7 +328,7 @@ class GpuProgram:
         self.selections = {}                                                            # number of rows -> what selects from so many: the logits of all shapes lie at the same place
         self.answers = [(pinned(self.max_outs), cp.cuda.Event(disable_timing=True)) for _ in range(2)]
 
-    def tune(self, sizes: list[int]) -> None:
+    def tune(self, sizes: list[int], go_on: Callable | None = None) -> None:       # called before each choice; what it raises ends the work
         "Choose the kernels for steps of so many rows by timing them, where no earlier process has; on an emulated GPU there is nothing to time"
         if self.exact or device().name == "emulated": return
         load_plans()
@@ -336,6 +336,7 @@ class GpuProgram:
         for w in self.weights(): shapes.setdefault((w.matrix.type, w.n, w.k), []).append(w.matrix)
         for m in sizes:
             for ws in shapes.values():
+                if go_on: go_on()
                 for act in [act_for(ws[0].type, m, device().arch), *["own"]*(m == 1 and own_plans(ws[0], device()) != [])]:
                     if act not in HALVES and not is_tuned(ws[0], m, act): tune(ws[:8], m, act)
         if len(PLANS) > known: save_plans()

@@ -668,3 +668,18 @@ def ahead_schedule(seed: int) -> tuple[int, int, int]:
 def test_a_step_ahead_changes_no_text():
     flew, preemptions, aborts = map(sum, zip(*map(ahead_schedule, range(300))))
     assert flew > 2000 and preemptions > 50 and aborts > 30, (flew, preemptions, aborts)
+
+
+@pytest.mark.parametrize("device,threads", [("cpu", 1), ("cpu", 2), ("cuda", 1)])
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_progress_that_raises_ends_the_load(emulated_gpu, device, threads, at):
+    "Whoever loads in the background stops it that way; nothing works on afterwards, and the file can be loaded again."
+    class Enough(Exception): pass
+    def progress(done, total):
+        calls.append((done, total))
+        if len(calls) > at: raise Enough
+    calls, path, before = [], fixture("llama.gguf"), set(threading.enumerate())
+    with pytest.raises(Enough): Engine(path, EngineConfig(device=device, num_threads=threads, max_model_len=64, max_num_seqs=2), progress)
+    assert at < len(calls) and (threads > 1 or len(calls) == at + 1) and all(done <= total for done, total in calls)        # others go on until the first is heard
+    assert not [t for t in threading.enumerate() if t not in before and t.is_alive()]
+    Engine(path, EngineConfig(device=device, num_threads=threads, max_model_len=64, max_num_seqs=2)).close()
