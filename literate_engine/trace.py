@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CALLS', 'Call', 'weight_names', 'NamedTape', 'reference_calls', 'cpu_calls', 'gpu_calls', 'Pair', 'trace_diff',
-           'first_divergence']
+           'hold_as_on_gpu', 'first_divergence']
 
-# %% ../nbs/32_trace.ipynb #da2c9616
+# %% ../nbs/32_trace.ipynb #644d0a59
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from .cpu_ops import run
 from .cuda import cupy
 from .model import Model, forward
 from .program import Tape
-from .recorder import step_view
+from .quants import QuantTensor
+from .recorder import RefMatrix, step_view
+from .upload import held_blocks_gpu, held_on_gpu
 
 # %% ../nbs/32_trace.ipynb #76178e93
 class Call(NamedTuple):
@@ -81,7 +83,7 @@ def _rows(model, v) -> int: return model.batch.num_tokens if v.rows == "tokens" 
 
 CALLS = {"ref": reference_calls, "cpu": cpu_calls, "cuda": gpu_calls}
 
-# %% ../nbs/32_trace.ipynb #74faa56f
+# %% ../nbs/32_trace.ipynb #7cb9f46b
 class Pair(NamedTuple):
     "One operation on two devices."
     number: int
@@ -104,11 +106,19 @@ def trace_diff(
     seen, names = [], {}
     for device in dict.fromkeys([*devices, "ref"]):
         with _opened(path, device, ids, activations) as model:
+            if device == "ref" and "cuda" in devices: hold_as_on_gpu(model.weights)
             calls = {c.number: c for c in CALLS[device](model)}
         names |= {n: (c.op, c.where) for n, c in calls.items()} if device == "ref" else {}
         seen.append(calls)
     first, second = seen[0], seen[1 if devices[1] != devices[0] else 0]
     return [_pair(n, *names.get(n, (second[n].op, "")), first[n].value, second[n].value) for n in sorted(first.keys() & second.keys())]
+
+def hold_as_on_gpu(weights) -> None:
+    "Give the reference its matrices as a GPU holds them"
+    for part in (weights, *weights.layers):
+        for name, m in vars(part).items():
+            if not isinstance(m, RefMatrix) or len(m.tensor.shape) != 2 or held_on_gpu(m.tensor.type.name) == m.tensor.type.name: continue
+            setattr(part, name, RefMatrix(QuantTensor(*held_blocks_gpu(m.tensor.raw, m.tensor.type.name), m.tensor.shape)))
 
 class _opened:
     "A model with one text in its batch."
