@@ -29,7 +29,7 @@ from .recorder import Instruction, Recorder, Value
 from .topk_gpu import Ask, Candidates, LogitRows, Selection
 from .upload import held_on_gpu, upload
 
-# %% ../nbs/30_program_gpu.ipynb #3ee5a526
+# %% ../nbs/30_program_gpu.ipynb #8269cf39
 class GpuVector:
     "float32 weights of one row; `group` is their length"
     def __init__(self, values): self.values, self._device = np.ascontiguousarray(values, np.float32), None
@@ -40,6 +40,7 @@ class GpuVector:
         "Their copy on the GPU, made when it is first wanted"
         if self._device is None: self._device = cupy().asarray(self.values)
         return self._device
+    def __len__(self): return len(self.values)
     def __array__(self, dtype=None, copy=None): return self.values.astype(dtype or np.float32)
 
 @dataclass(eq=False)
@@ -290,7 +291,7 @@ class StepArrays:
         self.device.set(self.fill(), stream=stream)
         self.sent[self.turn].record(stream)
 
-# %% ../nbs/30_program_gpu.ipynb #df6975b2
+# %% ../nbs/30_program_gpu.ipynb #f6136064
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
     def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
@@ -337,7 +338,7 @@ class GpuProgram:
         for m in sizes:
             for ws in shapes.values():
                 if go_on: go_on()
-                for act in [act_for(ws[0].type, m, device().arch), *["own"]*(m == 1 and own_plans(ws[0], device()) != [])]:
+                for act in [act_for(ws[0].type, m, device().arch), *["own"]*(m == 1 and first_plan(own_plans, ws[0], device()) is not None)]:
                     if act not in HALVES and not is_tuned(ws[0], m, act): tune(ws[:8], m, act)
         if len(PLANS) > known: save_plans()
 
