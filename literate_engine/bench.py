@@ -158,13 +158,12 @@ def bytes_per_token(path: Path) -> int:
     if "output.weight" in sizes: sizes.pop("token_embd.weight", None)
     return sum(sizes.values())
 
-# %% ../nbs/60_bench.ipynb #ef2afd56
+# %% ../nbs/60_bench.ipynb #c035436a
 def read_ceiling(device: str, threads: int) -> float | None:  # GB/s
-    "How fast the device reads its memory; None for an emulated GPU, which has no memory of its own."
+    "How fast the device reads its memory; None for an emulated GPU."
     if device == "cpu": return peak_bandwidth(threads=threads, runs=20)
-    from literate_engine import cuda
     from literate_engine.upload import gpu_ceilings
-    return None if cuda.device().name == "emulated" else gpu_ceilings()["read_gb_s"]
+    return gpu_ceilings().get("read_gb_s")
 
 # %% ../nbs/60_bench.ipynb #9e9c531d
 def prompts_for(n_seqs: int, n_prompt: int, n_vocab: int, seed: int) -> list[list[int]]:

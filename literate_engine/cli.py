@@ -306,7 +306,7 @@ def pull(
 def _auto(gpus: list[dict], why_none: str) -> dict:
     "The device that `auto` takes here, and why."
     from literate_engine.core import num_cores
-    from literate_engine.upload import choose_device
+    from literate_engine.memory_gpu import choose_device
     device, why = choose_device() if gpus else ("cpu", why_none)
     return {"device": device, "threads": num_cores(), "why": why}
 
@@ -331,7 +331,7 @@ def probe(
 ) -> None:
     "This machine: processor, memory, GPUs, ceilings, and what will run where."
     from literate_engine import core
-    from literate_engine.upload import gpu_facts
+    from literate_engine.memory_gpu import gpu_facts
     facts = core.machine()
     facts["gpus"], why = gpu_facts(not quick)
     if not quick: facts["memory_gb_per_s"] = {str(t): round(core.peak_bandwidth(threads=t), 1) for t in sorted({1, facts["cores"]})}

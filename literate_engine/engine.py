@@ -36,7 +36,7 @@ from .scripted import ScriptedModel, byte_tokenizer
 from .settings import MIN_ROWS, EngineConfig, blocks_that_fit, resolve, which_device
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer
 from .topk_gpu import Ask, Candidates, LogitRows
-from .upload import gpu_memory_held
+from .memory_gpu import gpu_memory_held
 
 # %% ../nbs/43_engine.ipynb #6d7a17d5
 @dataclass(slots=True)

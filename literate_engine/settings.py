@@ -22,7 +22,7 @@ from .deltanet import state_bytes
 from .gemm_gpu import part_bytes
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import state_shapes
-from .upload import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
+from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
 
 # %% ../nbs/42_settings.ipynb #67a61df5
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import numpy as np
 
 from literate_engine.cuda import cupy
 from literate_engine.emulator import emulated_arch
+from literate_engine.quants import QUANT_TYPES, QuantTensor
 
 
 def emulated() -> bool:
@@ -20,3 +21,9 @@ def empty(*shape):
     y = cupy().empty(shape, np.float32)
     y[...] = np.nan
     return y
+
+
+def tensor(name, n, blocks, rng):
+    "Blocks of random bytes."
+    t = QUANT_TYPES[name]
+    return QuantTensor(rng.integers(0, 256, (n, blocks*t.type_size), dtype=np.uint8), name, (n, blocks*t.block_size))

@@ -11,8 +11,9 @@ from literate_engine import LLM, EngineConfig, SamplingParams, settings
 from literate_engine.blocks import CacheHandle
 from literate_engine.config import ModelConfig
 from literate_engine.core import fixture, rel_err
-from literate_engine.cuda import cupy
+from literate_engine.cuda import CudaError, cupy
 from literate_engine.gguf import GGUFFile
+from literate_engine.memory_gpu import RESERVE
 from literate_engine.model import Model, prompt_logits
 from literate_engine.program import allocate
 from literate_engine.program_gpu import Bucket, bucket, fuse_attention, fuse_store
@@ -20,7 +21,6 @@ from literate_engine.recorder import Instruction, Value
 from literate_engine.quants import QUANT_TYPES
 from literate_engine.sampling import Sampler
 from literate_engine.settings import ON_A_GPU, gpu_room, resolve
-from literate_engine.upload import RESERVE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 NAMES = ["cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "gemma4ple", "granite", "llama", "llama3rope", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_yarn", "seed_oss", "smollm3", "starcoder2"]
@@ -235,6 +235,7 @@ def test_what_does_not_run_is_refused():
         with pytest.raises(ValueError, match=f"device is 'cuda': layers of kind .*{kind}.* have no GPU kernels yet"): resolve(EngineConfig(device="cuda"), config)
         assert resolve(EngineConfig(), config).device == "cpu"
     assert "full_attention" in ON_A_GPU["mixer"]
+    with pytest.raises(CudaError, match="no GPU kernel yet for causal_conv, mamba1_scan, ssm_gate: device='cpu' runs this model"): Model(fixture("mamba.gguf"), device="cuda")          # by whoever does not ask before
 
 
 def test_too_little_memory_is_told_before_the_load(monkeypatch):

@@ -1,5 +1,4 @@
-"""Weights on the GPU, in the emulator where there is none: the planes of chapter 14 byte for byte, from maps and from arrays; what cannot be pinned; what does not fit; which device."""
-import importlib.util
+"""Weights on the GPU, in the emulator where there is none: the planes of chapter 14 byte for byte, from maps and from arrays; what cannot be pinned."""
 import itertools
 import os
 import threading
@@ -7,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from gpu_arrays import emulated
+from gpu_arrays import emulated, tensor
 
 from literate_engine import upload as module
 from literate_engine.cpu_ops import run_op
@@ -15,15 +14,10 @@ from literate_engine.cuda import cupy
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
 from literate_engine.quants import QUANT_TYPES, QuantTensor, dequantize
-from literate_engine.upload import Uploader, choose_device, gpu_bytes, gpu_facts, held_blocks_gpu, held_on_gpu, memory_plan, plane_shapes, slab_bytes, upload, weight_bytes
+from literate_engine.upload import Uploader, gpu_bytes, held_blocks_gpu, held_on_gpu, plane_shapes, slab_bytes, upload
 
 EMULATED = emulated()
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
-
-
-def tensor(name, n, blocks, rng):
-    t = QUANT_TYPES[name]
-    return QuantTensor(rng.integers(0, 256, (n, blocks*t.type_size), dtype=np.uint8), name, (n, blocks*t.block_size))
 
 
 class Rows:
@@ -309,45 +303,3 @@ def test_what_float16_cannot_hold():
     tiny = np.zeros((1, 17), np.uint8); tiny[0] = 0x73; tiny[0, 0] = 90          # 2^-37 and its multiples
     held, to = held_blocks_gpu(tiny, "MXFP4")
     assert np.array_equal(dequantize(held, to), dequantize(tiny, "MXFP4")) or to == "BF16"
-
-
-def kv(n, kv_type): return {"f16": 64, "q8_0": 34, "q4_0": 18}[kv_type]*1024*n
-
-
-@pytest.mark.parametrize("free, says", [(4 << 30, None), (int(1.7*2**30), "what would fit: max_model_len "), (int(1.31*2**30), "kv_type q4_0 with max_model_len"), (1 << 30, "a smaller quantisation")])
-def test_the_plan(free, says):
-    fixed = {"weights": 1 << 30, "activations": 30 << 20, "logits": 1 << 20}
-    if says is None:
-        plan = memory_plan(fixed, kv, 16384, "f16", free, kv_wanted=2 << 30)
-        assert plan.needed <= free and plan.parts["KV cache"] == 2 << 30 and plan.parts["weights"] == 1 << 30
-        assert memory_plan(fixed, kv, 16384, "f16", free).needed == free
-        return
-    with pytest.raises(ValueError, match="not enough memory on the GPU: needs .*weights 1.00 GiB.*KV cache for 16384 tokens in f16 1.00 GiB; free") as e: memory_plan(fixed, kv, 16384, "f16", free)
-    assert says in str(e.value) and "\n" not in str(e.value)
-    for advice in str(e.value).partition("what would fit: ")[2].split(", or "):
-        words = advice.split()
-        if not words: continue
-        kv_type, n = words[1] if words[0] == "kv_type" else "f16", int(words[-1]) if "max_model_len" in words else 16384
-        memory_plan(fixed, kv, n, kv_type, free)
-
-
-def test_weight_bytes():
-    rng = np.random.default_rng(7)
-    parts = [tensor("Q4_K", 33, 2, rng), tensor("IQ2_XS", 4, 1, rng), tensor("F16", 5, 20, rng), QuantTensor(np.zeros((1, 40), np.uint8), "F32", (10,))]
-    assert weight_bytes(parts) == sum(w.nbytes for w in upload(parts[:3])[0]) + 40
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="there is CuPy")
-def test_which_device(monkeypatch):
-    assert choose_device() == ("cpu", "the GPU is emulated, which is for tests: it has to be asked for by name")
-    gpu, = gpu_facts()[0]
-    assert gpu["emulated"] and gpu["compute"] == "9.0" and "read_gb_s" not in gpu
-    card = module.device().__class__(0, "Some GPU", 80, 108, 40 << 20, 163 << 10)
-    monkeypatch.setattr(module, "device", lambda: card)
-    assert choose_device(1 << 30) == ("cuda", "Some GPU has 8.00 GiB free, the model needs 1.00 GiB")
-    device, why = choose_device(90 << 30)
-    assert device == "cpu" and why.startswith("the model needs 90.00 GiB, of the 8.00 GiB of Some GPU there are ")
-    monkeypatch.undo()
-    monkeypatch.delenv("LITERATE_GPU", raising=False)
-    device, why = choose_device()
-    assert device == "cpu" and "pip install" in why and gpu_facts() == ([], why)
