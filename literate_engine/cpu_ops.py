@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'SIG', 'CPU_OPS', 'cpu_op', 'named', 'op_address', 'compile_ops', 'op_rows', 'own_row', 'columns', 'call_op',
-           'operand_word', 'run', 'worker', 'run_op', 'call_share']
+           'operand_word', 'thread_code', 'run', 'worker', 'run_op', 'call_share']
 
 # %% ../nbs/10_cpu_ops.ipynb #3205ca34
 import collections, contextlib, functools, importlib, logging, os, subprocess, sys, threading
@@ -185,7 +185,7 @@ def _worker(tid, n, control, bar, seen, _):
         seen, k = e, 0
     return seen
 
-# %% ../nbs/10_cpu_ops.ipynb #a1411c34
+# %% ../nbs/10_cpu_ops.ipynb #d88aa6a3
 def operand_word(a) -> int:
     "An operand as an int64 word: the address of an array, the bits of a float, or the integer itself."
     if isinstance(a, np.ndarray): return a.ctypes.data
@@ -195,6 +195,11 @@ def operand_word(a) -> int:
 def _entry(f):
     "f as Python calls it: six int64 in, one out"
     return _compile(f, types.int64(*[types.int64]*6))
+
+@functools.cache
+def thread_code(f):
+    "f, an int64 in and one out, as the system starts a thread with it: its `address`, or `ctypes` for a thread of Python's"
+    return _compile(f, types.int64(types.int64))
 
 def run(tid, n, prog, n_ins, S, bar):
     "Run a program of n_ins instructions as thread tid of n. prog, S: addresses; bar: int64[16]."

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['HELD_ON_GPU', 'PACK', 'PIECE', 'SLAB', 'READERS', 'SLOTS', 'STREAMS', 'PARTS', 'PAGE', 'HUGE', 'NAP', 'FD', 'FIRST',
-           'TO', 'NBYTES', 'CAME', 'TAKEN', 'ASKED', 'STOP', 'held_on_gpu', 'held_blocks_gpu', 'plane_shapes',
-           'gpu_bytes', 'pack_call', 'read_parts', 'ask_for', 'Piece', 'Slot', 'Reader', 'Ring', 'Uploader',
-           'slab_bytes', 'upload', 'gpu_ceilings']
+           'TO', 'NBYTES', 'CAME', 'TAKEN', 'ASKED', 'STOP', 'BROUGHT', 'FILLED', 'PTHREADS', 'held_on_gpu',
+           'held_blocks_gpu', 'plane_shapes', 'gpu_bytes', 'pack_call', 'read_parts', 'ask_for', 'Piece', 'Slot',
+           'start_threads', 'join_threads', 'Readers', 'Ring', 'Uploader', 'slab_bytes', 'upload', 'gpu_ceilings']
 
-# %% ../nbs/18_upload.ipynb #f9bf8db4
+# %% ../nbs/18_upload.ipynb #28b41d95
 import contextlib, math, mmap, os, sys, threading, time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import types
 from .core import num_cores
-from .cpu_ops import cpu_op, op_address, run_op
+from .cpu_ops import cpu_op, operand_word, run_op, thread_code
 from .cuda import PROBE, CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device, pack_args
 from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix
 from .native import jit
@@ -127,20 +127,23 @@ def pack_call(
     t = QUANT_TYPES[w.type]
     return f"pack<{w.type}>", num + zeros, [raw, table, first, num, *w.planes, w.k//t.block_size*t.type_size, w.k//32, w.groups]
 
-# %% ../nbs/18_upload.ipynb #048e818e
+# %% ../nbs/18_upload.ipynb #bf7ceeef
 PIECE, SLAB = 12 << 20, 1 << 28                       # bytes of a piece; that are taken from the GPU at once
 READERS, SLOTS, STREAMS, PARTS = 0, 6, 2, 32          # threads (0: as many as there are cores but two, up to 14); pinned buffers; streams; parts of a piece
 PAGE, HUGE, NAP = mmap.PAGESIZE, 1 << 21, 2e-5        # bytes; seconds between looks at what has changed
 FD, FIRST, TO, NBYTES, CAME = range(5)                # a part's row of the table: descriptor (-1: from memory), from which byte (address) on, to which address, how many; how many came
-TAKEN, ASKED, STOP = 0, 8, 16                         # the readers' counters, each on a cache line of its own; from 24 on, 8 apart: how many parts each buffer has been filled with
+TAKEN, ASKED, STOP, BROUGHT, FILLED = 0, 8, 16, 24, 32    # the readers' counters, each on a cache line of its own; from FILLED on, 8 apart: how many parts each buffer has been filled with
 
-if sys.platform == "win32":                           # no call that reads at a place: `Uploader` asks for bytes of memory only
+PTHREADS = sys.platform != "win32"
+if not PTHREADS:                                      # nor a call that reads at a place: `Uploader` asks for bytes of memory only
     @jit
     def _pread(fd, to, n, first): return -1
     @jit
     def _sleep(us): sched_yield()
 else: _pread, _sleep = types.ExternalFunction("pread", types.int64(types.int32, types.int64, types.int64, types.int64)), types.ExternalFunction("usleep", types.int32(types.uint32))
 _memcpy = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+_thread_create = types.ExternalFunction("pthread_create", types.int32(types.int64, types.int64, types.int64, types.int64))
+_thread_join = types.ExternalFunction("pthread_join", types.int32(types.int64, types.int64))
 
 @jit
 def _read(fd, first, to, nbytes):
@@ -151,24 +154,27 @@ def _read(fd, first, to, nbytes):
         got += max(k, 0)
     return got
 
-@cpu_op
-def read_parts(tid, n, I, S):
-    "I: the table, the number of buffers, the counters. Reads one part after the other until it is told to stop."
-    counts = i64_at(I[6])
+def read_parts(work):
+    "A reader's life. The words at `work`: the table, the number of buffers, the counters; where the buffers begin, how much of them will be needed. Has their pages brought, and reads one part after the other until it is told to stop."
+    work = i64_at(work)
+    table, num, counts = work[0], work[1], i64_at(work[2])
+    while atomic_load(counts, BROUGHT) < work[4]:
+        first = atomic_add(counts, BROUGHT, HUGE)
+        for at in range(first, min(first + HUGE, work[4]), PAGE): atomic_add(i64_at(work[3] + at), 0, 0)     # another reader may be writing there already
     while True:
         taken, tries = atomic_add(counts, TAKEN, 1), 0
         while atomic_load(counts, ASKED) <= taken or atomic_load(counts, STOP):
-            if atomic_load(counts, STOP): return
+            if atomic_load(counts, STOP): return 0
             tries += 1
             if tries < 2000: cpu_pause()
             else: _sleep(50 if tries < 2200 else 1000)                       # whoever converts weights meanwhile wants the cores
-        slot = taken//PARTS % I[5]
-        row = i64_at(I[4] + (slot*PARTS + taken % PARTS)*64)
+        slot = taken//PARTS % num
+        row = i64_at(table + (slot*PARTS + taken % PARTS)*64)
         if row[FD] >= 0: row[CAME] = _read(row[FD], row[FIRST], row[TO], row[NBYTES])
         else:
             _memcpy(row[TO], row[FIRST], row[NBYTES])
             row[CAME] = row[NBYTES]
-        atomic_add(counts, STOP + 8*(slot + 1), 1)
+        atomic_add(counts, FILLED + 8*slot, 1)
 
 @cpu_op
 def ask_for(tid, n, I, S):
@@ -179,7 +185,7 @@ def ask_for(tid, n, I, S):
         rows[8*i + FD], rows[8*i + FIRST], rows[8*i + TO], rows[8*i + NBYTES] = I[8], I[9] + at, I[10] + at, min(part, size - at)
     atomic_store(i64_at(I[6]), ASKED, (I[7] + 1)*PARTS)
 
-# %% ../nbs/18_upload.ipynb #0cc7bbb2
+# %% ../nbs/18_upload.ipynb #e586f719
 def _memory(nbytes):
     "uint8 [nbytes] of fresh pages, the first at a multiple of HUGE."
     if sys.platform != "linux": whole = np.empty(nbytes + HUGE, np.uint8)
@@ -198,13 +204,13 @@ class Piece:
 
 class Slot:
     "A pinned buffer, for one piece at a time."
-    def __init__(self): self.memory, self.address, self.pinned, self.piece, self.copied = np.zeros(0, np.uint8), 0, False, None, cupy().cuda.Event(disable_timing=True)
+    def __init__(self, memory): self.memory, self.address, self.pinned, self.piece, self.copied = memory, memory.ctypes.data, False, None, cupy().cuda.Event(disable_timing=True)
 
     def take(self, piece: Piece) -> None:
         self.piece = piece
-        if self.memory.nbytes < piece.raw.nbytes:
+        if self.memory.nbytes < piece.raw.nbytes:                            # a single row that is longer than a piece
             self.unpin()
-            self.memory = _memory(-(-max(PIECE, piece.raw.nbytes)//PAGE)*PAGE)
+            self.memory = _memory(-(-piece.raw.nbytes//PAGE)*PAGE)
             self.address = self.memory.ctypes.data
 
     def pin(self) -> None:
@@ -215,40 +221,60 @@ class Slot:
         if self.pinned: cupy().cuda.runtime.hostUnregister(self.address)
         self.pinned = False
 
-class Reader(threading.Thread):
-    "Reads parts of pieces until it is told to stop. What it writes to stays as long as it does, whatever becomes of the others."
-    def __init__(self, number: int, work: tuple, others: list = ()):          # (table, number of buffers, counters, buffers); readers that it starts first
-        super().__init__(name=f"upload {number}", daemon=True)
-        self.work, self.others, self.error = work, others, None
+@cpu_op
+def start_threads(tid, n, I, S):
+    "I: how many are running and their names, the address of what each one does, its argument. Starts as many as the system allows."
+    running = i64_at(I[4])
+    while running[0] < I[5] and _thread_create(I[4] + 8*(running[0] + 1), 0, I[6], I[7]) == 0: running[0] += 1
 
-    def run(self):
-        try:
-            for other in self.others: other.start()
-            run_op("read_parts", *self.work[:3])
-        except BaseException as e: self.error = e
-        finally: self.work, self.others = None, ()
+@cpu_op
+def join_threads(tid, n, I, S):
+    "I: how many are running and their names. Returns when they have ended."
+    running = i64_at(I[4])
+    while running[0] > 0:
+        _thread_join(running[running[0]], 0)
+        running[0] -= 1
+
+class Readers:
+    "Threads of machine code that read parts of pieces. Python does not know of them, so whoever starts them stops them."
+    def __init__(self, num: int, table: np.ndarray, slots: int, counts: np.ndarray, memory: np.ndarray, nbytes: int):         # how many; operands of read_parts
+        self.keep, self.counts, self.running, self.others = (table, memory), counts, np.zeros(1 + num, np.int64), []
+        self.work, self.code = np.array([operand_word(a) for a in (table, slots, counts, memory, nbytes)], np.int64), thread_code(read_parts)
+        self.stop()                                   # compiled before there is anything to wait for
+        counts[STOP] = 0
+
+    def start(self) -> None:
+        num = len(self.running) - 1
+        if PTHREADS: run_op("start_threads", self.running, num, self.code.address, self.work)
+        else:
+            self.others += [threading.Thread(target=self.code.ctypes, args=(self.work.ctypes.data,), name=f"upload {i}", daemon=True) for i in range(num)]
+            for t in self.others: t.start()
+        if not self.running[0] and not self.others: raise OSError("the system starts no thread: nothing can be read")
 
     def stop(self) -> None:
-        "Wait until it has; an interrupt may have come before it was started."
-        if self.ident: self.join()
+        "Have them end, and wait until they have."
+        self.counts[STOP] = 1
+        try: PTHREADS and run_op("join_threads", self.running)
+        finally:
+            if self.running[0]: run_op("join_threads", self.running)         # an interrupt came before the call; they must not outlive what they write to
+        for t in self.others:
+            if t.ident: t.join()                      # an interrupt may have come before it was started
 
-# %% ../nbs/18_upload.ipynb #55f96f65
+# %% ../nbs/18_upload.ipynb #86de9b06
 class Ring:
     "Pieces on their way: from files to pinned memory, to the GPU, to where they belong."
-    def __init__(self, files: list):                  # GGUFFile.shards: what lies in their `data` is read by a descriptor of the ring's own, so that who closes them meanwhile does no harm
-        op_address("read_parts")                      # compiled before there are threads
+    def __init__(self, files: list,                   # GGUFFile.shards: what lies in their `data` is read by a descriptor of the ring's own, so that who closes them meanwhile does no harm
+                 nbytes: int = 0):                    # that will come, if that is known
         self.files, self.slots, self.streams, self.rooms, self.launches, self.waiting, self.refused = [], [], [], [], {}, deque(), None
         self.asked, self.started, self.copied = 0, 0, 0
-        self.table, self.counts = np.zeros((SLOTS, PARTS, 8), np.int64), np.zeros(8*(3 + SLOTS), np.int64)
-        self.filled, work = self.counts[STOP + 8::8], (self.table, SLOTS, self.counts, self.slots)
-        self.readers = [Reader(i, work) for i in range(1, READERS or max(2, min(16, num_cores()) - 2))]
-        self.readers.insert(0, Reader(0, work, self.readers[:]))
+        self.table, self.counts, size = np.zeros((SLOTS, PARTS, 8), np.int64), np.zeros(FILLED + 8*SLOTS, np.int64), -(-PIECE//PAGE)*PAGE
+        memory, self.filled = _memory(SLOTS*size), self.counts[FILLED::8]
+        self.readers = Readers(READERS or max(2, min(16, num_cores()) - 2), self.table, SLOTS, self.counts, memory, min(nbytes, memory.nbytes))
         try:
-            self.readers[0].start()                   # a thread takes a while to begin
+            self.readers.start()                      # they bring the pages of the buffers, while the GPU is asked for what it has to give
             self.files += [(s.data.ctypes.data, s.data.ctypes.data + s.data.nbytes, os.dup(s.fd), s.name) for s in files if s.fd is not None and hasattr(os, "pread")]
-            self.slots += [Slot() for _ in range(SLOTS)]
+            self.slots += [Slot(memory[i*size:(i + 1)*size]) for i in range(SLOTS)]
             self.streams += [cupy().cuda.Stream(non_blocking=True) for _ in range(STREAMS)]
-            self.rooms += [self._room(PIECE) for _ in self.streams]           # on the GPU, for what has come and is not packed
         except BaseException:
             self.close()
             raise
@@ -261,7 +287,13 @@ class Ring:
         self._work(lambda: len(self.waiting) <= SLOTS)
 
     def finish(self) -> None:
-        self._work(lambda: not self.waiting and self.copied == self.asked)
+        "Wait for the last pieces; while they are copied, the readers end and the buffers that are empty are given back."
+        self._work(lambda: not self.waiting and self.started == self.asked)
+        self.readers.stop()
+        for i in range(len(self.slots)):
+            slot = self.slots[(self.asked + i) % len(self.slots)]
+            slot.copied.synchronize()
+            slot.unpin()
         for stream in self.streams: stream.synchronize()
 
     def _work(self, enough: Callable) -> None:
@@ -269,16 +301,14 @@ class Ring:
         while True:
             if self._step(): continue
             if enough(): return
-            for reader in self.readers:
-                if reader.error: raise reader.error
             time.sleep(NAP)
 
     def _step(self) -> bool:
         "Do one thing that can be done now; False if there is none."
         num = len(self.slots)
         if self.copied < self.started and self.slots[self.copied % num].copied.done: self.copied += 1
-        elif self.started < self.asked and self.filled[self.started % num] == PARTS*(self.started//num + 1): self._start(self.started % num)
         elif self.waiting and self.asked < self.copied + num: self._ask(self.slots[self.asked % num], self.waiting.popleft())
+        elif self.started < self.asked and self.filled[self.started % num] == PARTS*(self.started//num + 1): self._start(self.started % num)
         else: return False
         return True
 
@@ -289,6 +319,7 @@ class Ring:
         fd, first = next(((fd, at - low) for low, high, fd, _ in self.files if low <= at < high), (-1, at))
         run_op("ask_for", self.table, len(self.slots), self.counts, self.asked, fd, first, slot.address, piece.raw.nbytes)
         self.asked += 1
+        if len(self.rooms) < len(self.streams): self.rooms.append(self._room(PIECE))        # on the GPU, for what has come and is not packed; the readers are at work meanwhile
 
     def _start(self, number: int) -> None:
         "The GPU's turn: the piece has been read."
@@ -332,16 +363,15 @@ class Ring:
 
     def close(self) -> None:
         "Stop where it is and give everything back, each thing whatever becomes of the others."
-        self.counts[STOP] = 1
         with contextlib.ExitStack() as last:          # what is put in last is done first
             for _, _, fd, _ in self.files: last.callback(os.close, fd)
             for slot in self.slots: last.callback(slot.unpin)
             for stream in self.streams: last.callback(stream.synchronize)
-            for reader in reversed(self.readers): last.callback(reader.stop)                                     # the first one has started the others
-            self.files, self.slots, self.readers, self.streams, self.rooms, self.launches = [], [], [], [], [], {}
+            last.callback(self.readers.stop)
+            self.files, self.slots, self.streams, self.rooms, self.launches = [], [], [], [], {}
             self.waiting.clear()
 
-# %% ../nbs/18_upload.ipynb #6fe608a3
+# %% ../nbs/18_upload.ipynb #4624da8d
 class Uploader:
     "Sends matrices to the current GPU and packs them there, while further ones are on their way."
     def __init__(self, files: list = (),              # GGUFFile.shards: what lies in their `data` is read by their `fd`
@@ -353,8 +383,10 @@ class Uploader:
             if slabs and slabs[-1] + n <= SLAB: slabs[-1] += n
             else: slabs.append(n)
         self.aside = ThreadPoolExecutor(1, "upload memory")
-        self.slabs, self.coming, self.ring = deque(slabs), None, Ring(files)
-        try: self._order()
+        self.slabs, self.coming, self.ring = deque(slabs), None, None
+        try:
+            self._order()
+            self.ring = Ring(files, sum(sizes))
         except BaseException:
             self.close()
             raise
@@ -369,6 +401,7 @@ class Uploader:
         for part, (raw, rows, _) in zip(parts, held):
             for a in range(0, len(raw), step): self._add(raw[a:a + step], a, rows, w, first, part is parts[-1] and a + step >= len(raw))
             first += part.shape[0]
+        if self.coming is None: self._order()         # now that pieces are on their way
         return w
 
     def _order(self):
@@ -382,9 +415,8 @@ class Uploader:
         "Arrays on the GPU, cut out of what has been announced if there is room."
         need = slab_bytes(shapes)
         if self.slabs and need <= self.slabs[0] and (self.slab is None or self.at + need > self.slab.nbytes):
-            self.slab, self.at = self.coming.result(), 0
+            self.slab, self.at, self.coming = self.coming.result(), 0, None
             self.slabs.popleft()
-            self._order()
         if self.slab is None or self.at + need > self.slab.nbytes: return tuple(s and cupy().empty(s, np.uint8) for s in shapes)
         out = []
         for s in shapes:
@@ -440,7 +472,7 @@ class Uploader:
         "Stop where it is, and give back what only the upload needed."
         try: self.aside.shutdown(cancel_futures=True)
         finally:
-            try: self.ring.close()
+            try: self.ring and self.ring.close()
             finally: self.keep, self.last, self.slabs, self.slab, self.coming = [], None, deque(), None, None
 
     def __enter__(self): return self

@@ -75,7 +75,18 @@ def test_from_a_map(piece, readers, tmp_path, monkeypatch):
 
 
 def descriptors(): return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-def threads(): return [t for t in threading.enumerate() if t.name.startswith("upload")]
+def tasks(): return set(os.listdir("/proc/self/task"))
+def threads(): return [t for t in threading.enumerate() if t.name.startswith("upload")] + [r for r in READERS if r.running[0]]
+
+
+READERS = []                                            # of machine code, which Python does not count
+
+
+@pytest.fixture(autouse=True)
+def readers(monkeypatch):
+    READERS.clear()
+    init = module.Readers.__init__
+    monkeypatch.setattr(module.Readers, "__init__", lambda self, *args: READERS.append(self) or init(self, *args))
 
 
 class Pages:
@@ -129,48 +140,58 @@ def test_buffers_that_cannot_be_pinned_are_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not EMULATED, reason="the driver is told to fail")
-@pytest.mark.parametrize("fails", ["hostRegister", "room", "reader", "memcpyAsync", "launch", "synchronize", "held"])
+@pytest.mark.parametrize("fails", ["hostRegister", "memory", "room", "readers", "memcpyAsync", "launch", "synchronize", "held"])
 def test_nothing_is_left_of_an_upload_that_fails(fails, tmp_path, monkeypatch):
-    "Pinning, memory for a buffer or for a reader, a copy, a kernel, waiting, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
+    "Pinning, memory for the buffers or on the GPU, threads, a copy, a kernel, waiting, and a matrix that cannot be: the first error comes out, and no page, thread or buffer stays."
     small(monkeypatch)
     pages, (file, parts), open_files = Pages(monkeypatch), big(tmp_path, np.random.default_rng(4), 400), descriptors()
-    count, first, last = itertools.count(), *{"hostRegister": (2, 3), "room": (2, 3), "reader": (0, 100), "synchronize": (4, 5)}.get(fails, (8, 9))
+    count, first, last = itertools.count(), *{"hostRegister": (2, 3), "memory": (0, 1), "room": (1, 2), "synchronize": (4, 5)}.get(fails, (8, 9))
     def failing(real):
         def call(*args):
-            if fails and (fails != "reader" or threading.current_thread() in threads()) and first <= next(count) < last: raise MemoryError("no more of it")
+            if fails and first <= next(count) < last: raise MemoryError("no more of it")
             return real(*args)
         return call
     runtime = type(cupy().cuda.runtime)
-    if fails == "room": monkeypatch.setattr(module, "_memory", failing(module._memory))
-    elif fails == "reader": monkeypatch.setattr(module, "run_op", failing(module.run_op))
+    if fails == "room": monkeypatch.setattr(module.Ring, "_room", failing(module.Ring._room))
+    elif fails == "memory": monkeypatch.setattr(module, "_memory", failing(module._memory))
+    elif fails == "readers": monkeypatch.setattr(module, "run_op", lambda name, *args: name != "start_threads" and run_op(name, *args))
     elif fails == "launch": monkeypatch.setattr(module.Ring, "_pack", failing(module.Ring._pack))
     elif fails == "synchronize": monkeypatch.setattr(module.cupy().cuda.Stream, "synchronize", failing(module.cupy().cuda.Stream.synchronize))
     elif fails == "memcpyAsync": monkeypatch.setattr(runtime, "memcpyAsync", staticmethod(failing(cupy().cuda.runtime.memcpyAsync)))
     elif fails == "hostRegister": monkeypatch.setattr(runtime, "hostRegister", staticmethod(failing(pages.register)))
     else: parts.append(QuantTensor(np.zeros((4, 34), np.uint8), "Q8_0", (2, 2, 32)))
-    with pytest.raises(ValueError if fails == "held" else MemoryError, match="expected a matrix" if fails == "held" else "no more of it"): upload(parts, files=file.shards)
+    error, what = {"held": (ValueError, "expected a matrix"), "readers": (OSError, "starts no thread")}.get(fails, (MemoryError, "no more of it"))
+    with pytest.raises(error, match=what): upload(parts, files=file.shards)
     assert not pages.held and threads() == []
     fails = None
+    monkeypatch.setattr(module, "run_op", run_op)
     u = Uploader(file.shards)
     with pytest.raises(RuntimeError, match="of the caller"), u:
         u.matrix(parts[0])
         raise RuntimeError("of the caller")
     u.close()
-    assert not pages.held and threads() == [] and descriptors() <= open_files and u.keep == u.ring.readers == u.ring.slots == u.ring.files == [] and not u.ring.waiting and u.last is None
+    assert not pages.held and threads() == [] and descriptors() <= open_files and u.keep == u.ring.slots == u.ring.files == [] and not u.ring.waiting and u.last is None
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_interrupt_while_readers_start(at, tmp_path, monkeypatch):
-    small(monkeypatch)
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("pthreads, at", [(True, 0), (True, 1), (True, 2), (True, 5), (True, "join_threads"), (False, 0), (False, 2)])
+def test_an_interrupt_around_readers(pthreads, at, after, tmp_path, monkeypatch):
+    "Before or after a call that starts or joins them: none is left."
+    small(monkeypatch, PTHREADS=pthreads)
     file, parts = big(tmp_path, np.random.default_rng(4), 400)
-    count, start = itertools.count(), module.Reader.start
-    def interrupted(self):
-        n = next(count)
-        if n != at or at % 2: start(self)
-        if n == at: raise KeyboardInterrupt
-    monkeypatch.setattr(module.Reader, "start", interrupted)
+    calls, raised = [], []
+    def interrupted(real):
+        def call(*args):
+            now = not raised and (at == len(calls) or at == args[0] and len(calls) > 1)
+            calls.append(args)
+            if not now or after: real(*args)
+            if now: raised.append(1); raise KeyboardInterrupt
+        return call
+    if pthreads: monkeypatch.setattr(module, "run_op", interrupted(run_op))
+    else: monkeypatch.setattr(threading.Thread, "start", interrupted(threading.Thread.start))
     with pytest.raises(KeyboardInterrupt): upload(parts, files=file.shards)
     assert threads() == []
+
 
 
 def test_files_closed_meanwhile(tmp_path, monkeypatch):
@@ -210,7 +231,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     with Uploader(file.shards) as u:
         for part in parts:
             u.matrix(part)
-            assert len(u.ring.waiting) <= module.SLOTS and len(u.ring.readers) == 2 and u.ring.copied <= u.ring.started <= u.ring.asked <= u.ring.copied + module.SLOTS
+            assert len(u.ring.waiting) <= module.SLOTS and u.ring.readers.running[0] == 2 and u.ring.copied <= u.ring.started <= u.ring.asked <= u.ring.copied + module.SLOTS
         ring = u.ring
         slots = list(ring.slots)
         u.finish()
@@ -226,26 +247,33 @@ def test_a_file_that_became_shorter(tmp_path, monkeypatch):
     assert 200_000 - 64 < int(str(e.value).partition("byte ")[2].split()[0]) < file.nbytes and threads() == []          # of the piece that was first to be missed
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 70_001, 1_000_003])
-def test_readers(nbytes, tmp_path):
-    "From memory and from a file, from any byte on, more pieces than buffers; what the file does not have does not come."
-    rng, slots, counts = np.random.default_rng(nbytes), [np.zeros(nbytes + 10_000, np.uint8) for _ in range(3)], np.zeros(8*6, np.int64)
+@pytest.mark.parametrize("pthreads", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 70_001, 1_000_003, 5_000_000])
+def test_readers(nbytes, pthreads, tmp_path, monkeypatch):
+    "From memory and from a file, from any byte on, more pieces than buffers; what the file does not have does not come; bringing the pages changes nothing."
+    memory = np.zeros(3*(nbytes + 10_000), np.uint8)
+    rng, slots, counts = np.random.default_rng(nbytes), memory.reshape(3, -1), np.zeros(module.FILLED + 8*3, np.int64)
     table, data = np.zeros((3, module.PARTS, 8), np.int64), rng.integers(0, 256, nbytes + 7, dtype=np.uint8)
     data.tofile(tmp_path/"bytes")
-    readers = [module.Reader(i, (table, 3, counts, slots)) for i in (1, 2)]
-    readers.insert(0, module.Reader(0, (table, 3, counts, slots), readers[:]))
-    readers[0].start()
+    monkeypatch.setattr(module, "PTHREADS", pthreads)
+    before, readers = tasks(), module.Readers(3, table, 3, counts, memory, memory.nbytes//8*8)
+    readers.start()
+    assert len(tasks() - before) == 3 and len(threads()) == (1 if pthreads else 3)
     with open(tmp_path/"bytes", "rb") as f:
         for piece, (fd, first, ask) in enumerate([(f.fileno(), 7, nbytes), (f.fileno(), 7, nbytes + 9000), (-1, data[7:].ctypes.data, nbytes)]*3):
             to = slots[piece % 3]
             to[:] = 0
             run_op("ask_for", table, 3, counts, piece, fd, first, to, ask)
-            while counts[24 + 8*(piece % 3)] != module.PARTS*(piece//3 + 1): time.sleep(1e-4)
+            while counts[module.FILLED + 8*(piece % 3)] != module.PARTS*(piece//3 + 1): time.sleep(1e-4)
             assert table[piece % 3, :, module.CAME].sum() == nbytes and (to[:nbytes] == data[7:]).all() and not to[nbytes:].any()
-    assert readers[0].is_alive()
-    counts[module.STOP] = 1
-    for r in readers: r.stop()
-    assert not any(r.error or r.work for r in readers)
+    assert len(tasks() - before) == 3
+    readers.stop()
+    readers.stop()
+    assert threads() == []
+    for _ in range(1000):                                # the system takes a moment to forget a thread that has been joined
+        if not tasks() - before: return
+        time.sleep(1e-3)
+    raise AssertionError(tasks() - before)
 
 
 @pytest.mark.parametrize("slab", [1, 4000, 1 << 28])
