@@ -316,20 +316,31 @@ __global__ __launch_bounds__(256, 1) void linear_16(const uint4* w, const float*
         v[u][r] = base + u * step < units ? stream16(w + (size_t)min(row + r, n - 1) * units + base + u * step) : make_uint4(0, 0, 0, 0);
     pdl_wait();
 #pragma unroll
-    for (int u = 0; u < U; u++)
-      if (base + u * step < units)
+    for (int u = 0; u < U; u++) {
+      int at = (base + u * step) * 8;
+      auto multiply = [&](int c, const float (&a)[4], const float (&e)[4]) {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          uint4 q = v[u][r];
+          acc[c][r] += T::lo(q.x) * a[0] + T::hi(q.x) * a[1] + T::lo(q.y) * a[2] + T::hi(q.y) * a[3];
+          acc[c][r] += T::lo(q.z) * e[0] + T::hi(q.z) * e[1] + T::lo(q.w) * e[2] + T::hi(q.w) * e[3];
+        }
+      };
+      if (k % 4 == 0 && at + 8 <= k) {                                                   // one question for all rows of x: their loads are under way together
 #pragma unroll
         for (int c = 0; c < C; c++) {
-          int at = (base + u * step) * 8; float a[4], e[4];
-          const float* p = x + (size_t)min(col + c, m - 1) * k + at;
-          load_quad(a, p, k - at, k % 4 == 0); load_quad(e, p + 4, k - at - 4, k % 4 == 0);
-#pragma unroll
-          for (int r = 0; r < R; r++) {
-            uint4 q = v[u][r];
-            acc[c][r] += T::lo(q.x) * a[0] + T::hi(q.x) * a[1] + T::lo(q.y) * a[2] + T::hi(q.y) * a[3];
-            acc[c][r] += T::lo(q.z) * e[0] + T::hi(q.z) * e[1] + T::lo(q.w) * e[2] + T::hi(q.w) * e[3];
-          }
+          float a[4], e[4]; const float* p = x + (size_t)min(col + c, m - 1) * k + at;
+          load_quad(a, p, 4, true); load_quad(e, p + 4, 4, true);
+          multiply(c, a, e);
         }
+      } else if (base + u * step < units)
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+          float a[4], e[4]; const float* p = x + (size_t)min(col + c, m - 1) * k + at;
+          load_quad(a, p, k - at, k % 4 == 0); load_quad(e, p + 4, k - at - 4, k % 4 == 0);
+          multiply(c, a, e);
+        }
+    }
   }
   pdl_wait();
   Sum sum{bias, add, scale};
