@@ -23,8 +23,8 @@ __global__ __launch_bounds__(512) void half_act(const float* x, char* xh, float*
     if (four == 0) tops[warp][lane >> 2] = top;
     __syncthreads();
     for (int i = 0; i < warps; i++) top = fmaxf(top, tops[i][lane >> 2]);
-    int e = max((int)(__float_as_uint(top) >> 23), 15);                       // biased exponent; zeros and the tiniest rows as 2^-112
-    up = __uint_as_float((u32)(268 - e) << 23); down = __uint_as_float((u32)(e - 14) << 23);
+    float2 both = row_scale(top);
+    up = both.x; down = both.y;
   }
   if (warp == 0 && four == 0) xs[row] = down;
   for (int block = warp; block < blocks; block += warps) {                    // lane: matrix lane / 8, row lane % 8 of the four matrices

@@ -9,14 +9,11 @@
 
 __device__ __forceinline__ int column_of(int matrix, int place) { return (matrix >> 1) * 16 + (place >> 1) * 4 + (matrix & 1) * 2 + (place & 1); }
 
-#if __CUDA_ARCH__ >= 800
-struct F16 { static __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_16816_f16(c, a[0], a[1], a[2], a[3], b0, b1); } };
-struct BF16 { static __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_16816_bf16(c, a[0], a[1], a[2], a[3], b0, b1); } };
-template <class F> struct Is16 { static constexpr bool value = false; };
-template <> struct Is16<F16> { static constexpr bool value = true; };
-template <> struct Is16<BF16> { static constexpr bool value = true; };
-template <class F> struct Kind { static constexpr bool BF = false; using type = F16; };                 // what the weights become
-template <> struct Kind<BF16> { static constexpr bool BF = true; using type = BF16; };
+// A row of activations is multiplied by the power of two that brings its largest number to 2^14..2^15: that, and its inverse. Zeros and the tiniest rows as 2^-112
+__device__ __forceinline__ float2 row_scale(float top) {
+  int e = max((int)(__float_as_uint(top) >> 23), 15);                         // biased exponent
+  return make_float2(__uint_as_float((u32)(268 - e) << 23), __uint_as_float((u32)(e - 14) << 23));
+}
 
 // ---------------------------------------------------------------- quantised weights
 // Weights are kept RAISE times too large, so that small ones stay clear of float16's subnormals
@@ -58,6 +55,15 @@ template <class F> struct HalfRow : F {
     } else { first = half2_mul(p, s); second = half2_mul(r, s); }
   }
 };
+
+#if __CUDA_ARCH__ >= 800
+struct F16 { static __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_16816_f16(c, a[0], a[1], a[2], a[3], b0, b1); } };
+struct BF16 { static __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_16816_bf16(c, a[0], a[1], a[2], a[3], b0, b1); } };
+template <class F> struct Is16 { static constexpr bool value = false; };
+template <> struct Is16<F16> { static constexpr bool value = true; };
+template <> struct Is16<BF16> { static constexpr bool value = true; };
+template <class F> struct Kind { static constexpr bool BF = false; using type = F16; };                 // what the weights become
+template <> struct Kind<BF16> { static constexpr bool BF = true; using type = BF16; };
 
 // ---------------------------------------------------------------- a tile: 16 rows of W, one group
 // fetch_tile starts the copies of this warp into a place in shared memory; a Tile then gives A for the two halves of each block

@@ -40,16 +40,16 @@ def together(
     if (more := (end - middle) - (middle - start)) <= 0: raise TooShort(f"{n_gen} tokens take no longer than one: too few to measure")
     return len(prompts) * (n_gen - 1) / more
 
-# %% ../nbs/60_bench.ipynb #9f810dd1
+# %% ../nbs/60_bench.ipynb #08170cb4
 class Ours:
     "This engine, driven as a program would drive it: `LLM.generate` on token ids."
     name = "literate_engine"
 
-    def __init__(self, path: Path, device: str = "cpu", threads: int = 1, n_ctx: int = 1024, batch: int = 1):
+    def __init__(self, path: Path, device: str = "cpu", threads: int = 1, n_ctx: int = 1024, batch: int = 1, **options):
         from literate_engine.llm import LLM
         from literate_engine.sampling import SamplingParams
         self.params = SamplingParams
-        self.llm = LLM(path, device=device, num_threads=threads, max_model_len=n_ctx, max_num_seqs=batch, enable_prefix_caching=False)
+        self.llm = LLM(path, device=device, num_threads=threads, max_model_len=n_ctx, max_num_seqs=batch, enable_prefix_caching=False, **options)
 
     def _generate(self, prompts: list[list[int]], n_gen: int):
         return self.llm.generate(prompts, self.params(max_tokens=n_gen, temperature=0.0, ignore_eos=True), progress=False)
@@ -192,7 +192,7 @@ def load_time(make, prompt: list[int]) -> float:  # seconds
     side.close()
     return elapsed
 
-# %% ../nbs/60_bench.ipynb #b4f8ba4d
+# %% ../nbs/60_bench.ipynb #aeb232ea
 QUESTION = 16     # tokens of the second turn's own
 
 def ask(engine, prompt: list[int], n_gen: int, salt: str) -> tuple[float, list[int]]:  # seconds to the first token, the ids of the answer
@@ -216,17 +216,17 @@ def second_turn(engine, prompt: list[int], question: list[int], n_gen: int, salt
     assert a == b, f"the cached turn goes on with token {a}, the computed one with {b}"
     return warm, cold
 
-def turn_times(path: Path, device: str, threads: int, n_prompt: int, n_gen: int, runs: int, n_vocab: int) -> list[list[float]]:
+def turn_times(path: Path, device: str, threads: int, n_prompt: int, n_gen: int, runs: int, n_vocab: int, **options) -> list[list[float]]:
     "Seconds of each round: warm, cold."
     from literate_engine.llm import LLM
     times = []
-    with LLM(path, device=device, num_threads=threads, max_model_len=64*math.ceil((n_prompt + n_gen + QUESTION + 1)/64), max_num_seqs=4) as llm:
+    with LLM(path, device=device, num_threads=threads, max_model_len=64*math.ceil((n_prompt + n_gen + QUESTION + 1)/64), max_num_seqs=4, **options) as llm:
         for round_ in range(runs + 1):
             prompt = prompts_for(1, n_prompt + QUESTION, n_vocab, round_)[0]
             times.append(second_turn(llm.engine, prompt[:n_prompt], prompt[n_prompt:], n_gen, f"round {round_}"))
     return [list(side) for side in zip(*times[1:])]
 
-# %% ../nbs/60_bench.ipynb #a9d2c34d
+# %% ../nbs/60_bench.ipynb #2d95b12e
 DEFAULTS = {"prefill": {"n_prompt": 512, "n_gen": 1}, "decode": {"n_prompt": 16, "n_gen": 128}, "batch": {"n_prompt": 16, "n_gen": 128}, "turn": {"n_prompt": 1500, "n_gen": 32},
             "load": {"n_prompt": 16, "n_gen": 1}}
 BATCHES = {"decode": (1,), "batch": (1, 4, 8, 16)}                        # sequences at once, where no number is given
@@ -240,11 +240,11 @@ def _row(what: str, model: str, device: str, threads: int, batch: int, n_prompt:
             "batch": batch, "ours": middle(ours), "peer": middle(peer), "unit": "s" if seconds else "tok/s", "ratio": r[0], "ratio_min": r[1], "ratio_max": r[2],
             "runs": len(ours or peer or []), "ceiling": ceiling, "share_of_ceiling": middle(ours) / ceiling if ours and ceiling else None}
 
-def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n_prompt: int, n_gen: int, runs: int, kinds: list, n_vocab: int) -> tuple[list[list[float]], list[float]]:
+def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n_prompt: int, n_gen: int, runs: int, kinds: list, n_vocab: int, options: dict) -> tuple[list[list[float]], list[float]]:
     "The rounds of each kind of side in one setting, and how many sequences shared a step."
-    if what == "turn": return turn_times(path, device, threads, n_prompt, n_gen, runs, n_vocab), []
+    if what == "turn": return turn_times(path, device, threads, n_prompt, n_gen, runs, n_vocab, **options), []
     n_ctx = 64 * math.ceil((n_prompt + n_gen + 1) / 64)
-    makers = [lambda kind=kind: kind(path, device=device, threads=threads, n_ctx=n_ctx, batch=batch) for kind in kinds]
+    makers = [lambda kind=kind: kind(path, device=device, threads=threads, n_ctx=n_ctx, batch=batch, **(options if kind is Ours else {})) for kind in kinds]
     if what == "load":
         times = [[] for _ in makers]
         for round_ in range(runs + 1):
@@ -257,7 +257,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #0588b74d
+# %% ../nbs/60_bench.ipynb #d80855c6
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -268,6 +268,7 @@ def run_bench(
     runs: int = 5,  # timed rounds
     n_prompt: int | None = None,
     n_gen: int | None = None,
+    gemm_backend: str = "auto",           # of this engine, as in EngineConfig
     only_peer: bool = False,  # measure the peer alone
     save: bool = True,  # write data/bench/e2e_<what>_<model>.json
 ) -> dict:  # {"machine", "settings", "rows"}
@@ -286,15 +287,15 @@ def run_bench(
     for t in threads:
         for b in (batch or BATCHES[what] if what in BATCHES else (1,)):
             bandwidth = [read_ceiling(device, t)] if what in BATCHES and b == 1 and device in ("cpu", "cuda") else []
-            rounds, seqs = _one_setting(what, path, device, t, b, n_prompt, n_gen, runs, kinds, n_vocab)
+            rounds, seqs = _one_setting(what, path, device, t, b, n_prompt, n_gen, runs, kinds, n_vocab, {"gemm_backend": gemm_backend})
             if bandwidth: bandwidth.append(read_ceiling(device, t))               # before and after: the better one is the ceiling
             ours, theirs = (None if only_peer else rounds[0]), (rounds[-1] if peer or what == "turn" else None)
             ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if any(bandwidth) else None
             rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))
             if b > 1: shared.append({"threads": t, "batch": b, "seqs_per_step": seqs})
     settings = {"file": path.name, "peer": "literate_engine, cold" if what == "turn" else peer, "kv_type": "f16", "temperature": 0, "prompt_cache": what == "turn", "runs": runs,
-                "order": "interleaved", "load_before": load} | ({"shared_steps": shared} if shared else {})
-    command = f"literate-engine bench {what} {name} --device {device} --threads {','.join(map(str, threads))}" + (f" --peer {peer}" if peer else "")
+                "order": "interleaved", "load_before": load, "gemm_backend": gemm_backend} | ({"shared_steps": shared} if shared else {})
+    command = f"literate-engine bench {what} {name} --device {device} --threads {','.join(map(str, threads))}" + (f" --gemm-backend {gemm_backend}" if gemm_backend != "auto" else "") + (f" --peer {peer}" if peer else "")
     if save and not only_peer: print(f"saved: {save_bench(f'e2e_{what}_{name}', rows, command, settings=settings)}", file=sys.stderr)
     return {"machine": machine(), "settings": settings, "rows": rows}
 

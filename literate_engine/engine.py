@@ -6,7 +6,7 @@
 __all__ = ['log', 'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'Flight', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #ab023723
+# %% ../nbs/43_engine.ipynb #4f0bf1f6
 import logging
 import queue
 import threading
@@ -517,7 +517,7 @@ def _load(self, path, cache_salt: str = "") -> list[int]:     # the saved text; 
 
 Engine._between_steps, Engine._identity, Engine.save_state, Engine.load_state = _between_steps, _identity, _save, _load
 
-# %% ../nbs/43_engine.ipynb #910ff384
+# %% ../nbs/43_engine.ipynb #d197c12f
 @without_gc()
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
     "Open a model file and load it as configured."
@@ -529,7 +529,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     device, why = which_device(config, model_config, tensors)
     note = [f"device {device}: {why}"] if config.device == "auto" and device == "cuda" else []
     config = resolve(replace(config, device=device), model_config, tensors)
-    as_configured = {k: getattr(config, k) for k in ("device", "activations", "kv_type", "kv_type_v", "num_threads", "max_model_len", "max_num_batched_tokens",
+    as_configured = {k: getattr(config, k) for k in ("device", "activations", "gemm_backend", "kv_type", "kv_type_v", "num_threads", "max_model_len", "max_num_batched_tokens",
                                                      "kv_block_size", "rope_freq_base", "yarn_truncate")}
     step = config.long_prefill_token_threshold
     num_blocks = config.max_num_seqs*blocks_needed(config.max_model_len)

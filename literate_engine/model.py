@@ -8,7 +8,7 @@ __all__ = ['MIXERS', 'FEED_FORWARDS', 'OPTIONAL', 'TOP', 'FORMS', 'attention_blo
            'norm', 'layer_embeddings', 'add_embedding', 'forward', 'load_weights', 'destination', 'parts', 'vectors',
            'row_orders', 'apart', 'TensorRows', 'share_rope_factors', 'run_jobs', 'Model', 'prompt_logits']
 
-# %% ../nbs/31_model.ipynb #db5287a5
+# %% ../nbs/31_model.ipynb #e134973d
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .core import num_cores
+from .cublas import choose_gemm
 from .gguf import GGUFFile
 from .deltanet import FUSED, RecurrentState, delta_block, short_conv_block
 from .blocks import BlockPool, CacheHandle, CachePool, carry_out
@@ -262,7 +263,7 @@ def run_jobs(jobs, num_threads, progress=None):
         return
     with ThreadPoolExecutor(num_threads) as pool: list(pool.map(one, jobs))
 
-# %% ../nbs/31_model.ipynb #06112ab3
+# %% ../nbs/31_model.ipynb #7faacb3a
 class Model:
     "A loaded model on one device; `forward(batch)` is one step"
     draws = False            # does it draw greedy tokens itself?
@@ -270,9 +271,9 @@ class Model:
     def __init__(self, path, device: str = "cpu", activations: str = "int8", kv_type: str | None = None, kv_type_v: str | None = None, num_threads: int = 1, max_model_len: int = 2048,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, kv_block_size: int = 16, num_kv_blocks: int | None = None, kv_groups: list[KVGroup] | None = None,
                  num_state_slots: int | None = None, rope_freq_base: float | None = None, yarn_truncate: bool | None = None,
-                 trace: RoutingTrace | None = None, progress=None):
+                 trace: RoutingTrace | None = None, progress=None, gemm_backend: str = "auto"):
         kv_type = kv_type or ("f32" if activations == "float32" or device == "ref" else "f16")
-        self.device, self.activations, self.max_model_len = device, activations, max_model_len
+        self.device, self.activations, self.max_model_len, self.gemm_backend = device, activations, max_model_len, gemm_backend
         self.max_num_out, self.trace = max_num_seqs, trace
         blocks_per_seq = -(-max_model_len//kv_block_size)
         self.file = GGUFFile(path)
@@ -311,11 +312,13 @@ class Model:
 
     def _load_cuda(self, progress):
         self.weights, _ = load_weights(self.file, self.config, GpuWeights())
-        self.notes, self.draws, self.head, self.room = [], True, 64, 512
+        exact = self.activations == "float32"
+        gemm, self.notes = choose_gemm(self.gemm_backend, exact)
+        self.draws, self.head, self.room = True, 64, 512
         self._open_trace()
         recorder = GpuRecorder(self.max_model_len, self.activations)
         self._stream, logits = forward(recorder, self.config, self.weights, self.batch, self.layer_caches)
-        self.program = GpuProgram(recorder, logits, self.batch, self.cache, self.max_num_out, self.config.n_token, self.activations == "float32", (self._stream,))
+        self.program = GpuProgram(recorder, logits, self.batch, self.cache, self.max_num_out, self.config.n_token, exact, (self._stream,), gemm)
         self.notes += self.program.upload(self.file.shards, progress)
         self.program.tune([m for m in (1, 8, 16, 32) if m <= self.batch.max_num_seqs], progress and (lambda n=len(self.program.weights()): progress(n, n)))
         self.program.open()

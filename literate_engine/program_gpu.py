@@ -8,7 +8,7 @@ __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'MAX_SHAPES', 'PROGRAM', 
            'merge_linears', 'fuse_sums', 'own_rows', 'fuse', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram',
            'GpuStep', 'profile_gpu', 'work_gpu']
 
-# %% ../nbs/30_program_gpu.ipynb #0d2ba9c4
+# %% ../nbs/30_program_gpu.ipynb #60fd1daa
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store, prepare_rope_attention, prepare_rope_store, takes_raw, tile_tokens
+from .cublas import BACKENDS, RowActs
 from .cuda import CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
-from .gemm_gpu import HalfActs, PartSums, act_for, half_buffers, prepare_gemm, prepare_half_acts
+from .gemm_gpu import HalfActs
 from .kvcache import kv_bytes_per_block
 from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, first_plan, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
 from .ops import ACTS
@@ -291,11 +292,11 @@ class StepArrays:
         self.device.set(self.fill(), stream=stream)
         self.sent[self.turn].record(stream)
 
-# %% ../nbs/30_program_gpu.ipynb #f6136064
+# %% ../nbs/30_program_gpu.ipynb #bb1a54a9
 class GpuProgram:
     "A recorded forward on a GPU: `run()` is one replay of the graph for a step of this shape"
-    def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = ()):
-        self.batch, self.cache, self.max_outs, self.n_token, self.exact, self.logits, self.tables = batch, cache, max_outs, n_token, exact, logits, {}
+    def __init__(self, recorder: GpuRecorder, logits: Value, batch, cache, max_outs: int, n_token: int, exact: bool = False, keep: tuple[Value, ...] = (), gemm: str = "own"):
+        self.batch, self.cache, self.max_outs, self.n_token, self.exact, self.logits, self.tables, self.gemm = batch, cache, max_outs, n_token, exact, logits, {}, BACKENDS[gemm]()
         self.sources = {i.out: i.source for i in recorder.code if i.out is not None and i.source is not None}
         if missing := sorted({i.op for i in recorder.code} - set(BUILD)): raise CudaError(f"no GPU kernel yet for {', '.join(missing)}: device='cpu' runs this model")
         self.kept = (logits, *keep)
@@ -323,7 +324,8 @@ class GpuProgram:
         self.stream, self.gpu, c = cp.cuda.Stream(non_blocking=True), device(), self.cache
         self.buffers = [cp.zeros(size//4, np.float32) for size in self.sizes]           # rows that only fill a bucket are read: what lies there must be numbers
         self.max_len = self.batch.max_blocks_per_seq*c.block_size
-        self.scratch, self.parts = AttentionScratch(self.layers, self.batch.max_num_seqs, self.max_len), PartSums()
+        self.scratch = AttentionScratch(self.layers, self.batch.max_num_seqs, self.max_len)
+        self.gemm.open()
         self.tile_sizes = sorted({tile_tokens(l, c.kv_type, c.kv_type_v, self.gpu.arch) for l in self.layers})
         self.best, self.turn = cp.zeros(self.max_outs, np.int32), 0                     # ids of the last step's best tokens
         self.selections = {}                                                            # number of rows -> what selects from so many: the logits of all shapes lie at the same place
@@ -338,7 +340,7 @@ class GpuProgram:
         for m in sizes:
             for ws in shapes.values():
                 if go_on: go_on()
-                for act in [act_for(ws[0].type, m, device().arch), *["own"]*(m == 1 and first_plan(own_plans, ws[0], device()) is not None)]:
+                for act in [self.gemm.act(ws[0].type, m), *["own"]*(m == 1 and first_plan(own_plans, ws[0], device()) is not None)]:
                     if act not in HALVES and not is_tuned(ws[0], m, act): tune(ws[:8], m, act)
         if len(PLANS) > known: save_plans()
 
@@ -388,11 +390,12 @@ class GpuProgram:
     def close(self) -> None:
         "Wait for what still runs, and give the memory back"
         if self.stream: self.stream.synchronize()
-        self.steps, self.buffers, self.scratch, self.parts, self.answers, self.tables, self.rooms, self.selections = {}, [], None, None, [], {}, {}, {}
+        self.steps, self.buffers, self.scratch, self.answers, self.tables, self.rooms, self.selections = {}, [], None, [], {}, {}, {}
+        self.gemm.close()
         self.code, self.read, self.own, self.last, self.cache = [], {}, {}, {}, None      # and with them the matrices and the cache
         cupy().get_default_memory_pool().free_all_blocks()
 
-# %% ../nbs/30_program_gpu.ipynb #29c67ac1
+# %% ../nbs/30_program_gpu.ipynb #c6af57b4
 class GpuStep:
     "The program for steps of one shape"
     def __init__(self, program: GpuProgram, shape: Bucket):
@@ -413,13 +416,13 @@ class GpuStep:
         self.arrays.send(self.program.stream)
         self.graph()
 
-    def room(self, v: Value, kind: str) -> Acts | HalfActs:
+    def room(self, v: Value, kind: str) -> Acts | HalfActs | RowActs:
         "Buffers for one form of v; those of a value whose readers are done, if there are some of this size"
         key = kind, self.rows(v), v.width
         everything = self.program.rooms.setdefault(key, [])
         free = self.free.setdefault(key, list(everything))
         if not free:
-            free.append(half_buffers(key[1], v.width, kind) if kind in HALVES else act_buffers(key[1], v.width, kind))
+            free.append(self.program.gemm.buffers(key[1], v.width, kind) if kind in HALVES else act_buffers(key[1], v.width, kind))
             everything.append(free[-1])
         return free.pop()
 
@@ -434,7 +437,7 @@ class GpuStep:
 
     def kind(self, w: GpuWeight, m: int) -> str:
         "The form in which a product wants m rows"
-        return "F32" if self.program.exact else act_for(w.matrix.type, m, self.program.gpu.arch)
+        return "F32" if self.program.exact else self.program.gemm.act(w.matrix.type, m)
 
     def takes_row(self, w: GpuWeight) -> bool:
         "Is a product with w so small that its blocks prepare the row?"
@@ -472,20 +475,20 @@ class GpuStep:
         tables = self.program.tables
         return tables.get(id(values)) or tables.setdefault(id(values), (cupy().asarray(values), values))
 
-# %% ../nbs/30_program_gpu.ipynb #3f541393
+# %% ../nbs/30_program_gpu.ipynb #2449fed6
 def _acts(step: GpuStep, x: Value, kind: str):
     "(x in the form that a product wants, the launches that make it); made once for all products that read x"
     if x in step.small: return step.own_row(x), []
     if (x, kind) in step.acts: return step.acts[x, kind], []
     if kind == "F32": return Acts(kind, *step.array(x).shape, step.array(x)), []
     a = step.acts[x, kind] = step.room(x, kind)
-    return a, (prepare_half_acts if kind in HALVES else prepare_acts)(a, step.array(x))
+    return a, (step.program.gemm.prepare_acts if kind in HALVES else prepare_acts)(a, step.array(x))
 
 def _linear(step, out, x, w, bias, stream=None, scale=1.0):
     kind = step.kind(w, step.rows(x))
     acts, launches = _acts(step, x, kind)
     more = {"add": None if stream is None else (step.array(stream), scale), "bias": None if bias is None else bias.device}
-    if kind in HALVES: return launches + prepare_gemm(acts, w.matrix, step.array(out), parts=step.program.parts, **more)
+    if kind in HALVES: return launches + step.program.gemm.prepare(acts, w.matrix, step.array(out), **more)
     return launches + prepare(acts, w.matrix, step.array(out), **more)
 
 def _rms_norm(step, out, x, w, eps, rows=None):

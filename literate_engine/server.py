@@ -566,7 +566,7 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
     if not (error := future.exception()): future.result().stop()
     elif not interrupted: raise error
 
-# %% ../nbs/51_server.ipynb #4a6a8a30
+# %% ../nbs/51_server.ipynb #18f52434
 def _welcome(engine, url: str, key: str | None) -> str:
     if engine.chat_template: path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
     elif engine.tokenizer.kind == "none": path, body = "/v1/completions", '{"prompt": [1, 2, 3]}'
@@ -581,7 +581,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1"); parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--api-key"); parser.add_argument("--no-api-key", action="store_true"); parser.add_argument("--allowed-hosts", nargs="+")
     for name in ("num-threads", "max-model-len", "max-num-seqs", "max-num-batched-tokens"): parser.add_argument("--" + name, type=int)
-    for name in ("device", "activations", "kv-type"): parser.add_argument("--" + name)
+    for name in ("device", "activations", "gemm-backend", "kv-type"): parser.add_argument("--" + name)
     given = {k: v for k, v in vars(parser.parse_args(args)).items() if v is not None}
     try: serve(find_model(given.pop("model")), **given)
     except (ValueError, OSError) as e: print(f"error: {e}", file=sys.stderr); return 2

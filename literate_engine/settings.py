@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_TOKENS', 'MIN_ROWS', 'ON_A_GPU', 'EngineConfig',
-           'config_of', 'no_gpu_kernels', 'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve']
+           'config_of', 'no_gpu_kernels', 'which_device', 'which_gemm', 'GpuRoom', 'gpu_room', 'blocks_that_fit',
+           'resolve']
 
-# %% ../nbs/42_settings.ipynb #1b71b388
+# %% ../nbs/42_settings.ipynb #63fa3f8e
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -17,19 +18,20 @@ from .attention_gpu import scratch_bytes
 from .blocks import BLOCK_SIZE, blocks_needed
 from .config import ModelConfig
 from .core import num_cores, physical_memory
+from .cublas import choose_gemm, gemm_room
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
-from .gemm_gpu import part_bytes
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import state_shapes
 from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
 
-# %% ../nbs/42_settings.ipynb #67a61df5
+# %% ../nbs/42_settings.ipynb #aefb8048
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
     device: str = "auto"                  # "auto" | "cuda" | "cpu" | "ref" (NumPy, slow, the truth)
     activations: str = "int8"             # "int8" | "float32" (exact mode, from the same packed weights)
+    gemm_backend: str = "auto"            # who multiplies the rows of a prompt on a GPU: "own" kernels | "cublas" | "auto", cuBLAS where a card has no kernels of ours for that
     kv_type: str | None = None            # keys and values in the cache: "f16" | "q8_0" | "q4_0" | "f32"
     kv_type_v: str | None = None          # values alone, if they differ
     num_threads: int | None = None        # default: physical cores
@@ -59,9 +61,11 @@ class EngineConfig:
         for name in ("kv_type", "kv_type_v"):
             if self.activations == "float32" and getattr(self, name) not in (None, "f32"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: activations 'float32', the exact mode, needs 'f32'")
+        for name, value, why in (("device", ("cpu", "ref"), "it needs 'cuda'"), ("activations", ("float32",), "the exact mode has no products for it")):
+            if self.gemm_backend == "cublas" and getattr(self, name) in value: raise ValueError(f"gemm_backend is 'cublas': {name} is {getattr(self, name)!r}, {why}")
 
-# %% ../nbs/42_settings.ipynb #152bc82c
-_CHOICES = {"device": ("auto", "cuda", "cpu", "ref"), "activations": ("int8", "float32"), "kv_type": (None, *KV_TYPES), "kv_type_v": (None, *KV_TYPES),
+# %% ../nbs/42_settings.ipynb #477f0c0d
+_CHOICES = {"device": ("auto", "cuda", "cpu", "ref"), "activations": ("int8", "float32"), "gemm_backend": ("auto", "own", "cublas"), "kv_type": (None, *KV_TYPES), "kv_type_v": (None, *KV_TYPES),
             "kv_block_size": (BLOCK_SIZE,), "enable_prefix_caching": (True, False), "yarn_truncate": (None, True, False)}
 CORES = os.cpu_count() or 1
 _RANGES = {"num_threads": (1, max(8, CORES)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
@@ -88,7 +92,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #a1f3d788
+# %% ../nbs/42_settings.ipynb #4a2b58e6
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -109,6 +113,14 @@ def which_device(config: EngineConfig, model: ModelConfig, tensors) -> tuple[str
     if config.device != "auto": return config.device, "asked for"
     return ("cpu", lacks) if lacks else choose_device(weight_bytes(tensors))
 
+def which_gemm(config: EngineConfig, device: str) -> str:                # ValueError if it cannot be the one that is asked for
+    "Who multiplies many rows on this device."
+    if device == "cuda":
+        try: return choose_gemm(config.gemm_backend, config.activations == "float32")[0]
+        except CudaError as e: raise ValueError(f"gemm_backend is 'cublas': {e}") from None
+    if config.gemm_backend == "cublas": raise ValueError(f"gemm_backend is 'cublas': the device is {device!r}, cuBLAS needs a GPU")
+    return "own"
+
 class GpuRoom(NamedTuple):
     "Bytes on a GPU."
     fixed: dict[str, int]     # what is needed beside the cache
@@ -117,10 +129,10 @@ class GpuRoom(NamedTuple):
     @property
     def left(self) -> int: return self.free - RESERVE - sum(self.fixed.values())
 
-def gpu_room(model: ModelConfig, tensors, num_tokens: int, num_seqs: int, max_model_len: int) -> GpuRoom:
+def gpu_room(model: ModelConfig, tensors, num_tokens: int, num_seqs: int, max_model_len: int, gemm: str = "own") -> GpuRoom:
     "What a model will take on the current GPU, and what is there."
     pieces = scratch_bytes(model.layers, num_seqs, blocks_needed(max_model_len)*BLOCK_SIZE)
-    return GpuRoom({"weights": weight_bytes(tensors), **step_bytes(model, num_tokens, num_seqs), "attention": pieces, "parts of sums": part_bytes(device())}, cupy().cuda.runtime.memGetInfo()[0])
+    return GpuRoom({"weights": weight_bytes(tensors), **step_bytes(model, num_tokens, num_seqs), "attention": pieces, **gemm_room(gemm)}, cupy().cuda.runtime.memGetInfo()[0])
 
 def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, max_model_len: int, step: int) -> int:
     "How many blocks, without the null block, a group of layers without a window can have, if those with one get theirs."
@@ -130,6 +142,7 @@ def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, 
 def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfig:     # tensors: the file's, of which the memory of a GPU must hold a copy
     "What will be in effect for this model; ValueError if the wishes contradict each other."
     where = which_device(config, model, tensors)[0]
+    gemm = which_gemm(config, where)
     batched = config.max_num_batched_tokens or BATCHED_TOKENS[where]
     step = min(config.long_prefill_token_threshold or -(-batched//2), batched)
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or where == "ref" else "f16")
@@ -139,7 +152,7 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     for name in ("host_cache_memory",) if where == "cuda" else ("kv_memory", "host_cache_memory"):          # a GPU has a memory of its own
         if (getattr(config, name) or 0) > memory: raise ValueError(f"{name} is {getattr(config, name)}: this machine has {memory} bytes")
-    gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS), length or model.n_ctx) if where == "cuda" else None
+    gpu = gpu_room(model, tensors, batched, max(config.max_num_seqs, MIN_ROWS), length or model.n_ctx, gemm) if where == "cuda" else None
     wanted, default = config.max_num_seqs * blocks_needed(length or model.n_ctx), gpu.left - gpu.free//10 if gpu else DEFAULT_KV_MEMORY          # a tenth stays free: graphs, and others who use the GPU
     def fitting(n):                                                       # blocks, without the null block, if max_model_len is n
         if not per_block: return wanted                                   # a model without attention keeps nothing in its blocks
@@ -159,6 +172,6 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     if (need := (config.max_num_seqs + checkpoints)*per_slot) > memory:
         raise ValueError(f"num_state_checkpoints is {checkpoints}: with max_num_seqs = {config.max_num_seqs} the states need {need} bytes, this machine has {memory}")
     if gpu and memory_of(usable, length) > gpu.left: raise ValueError(f"kv_memory is {config.kv_memory}: beside the weights there are {max(0, gpu.left)} bytes free on the GPU")
-    return replace(config, device=where, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
+    return replace(config, device=where, gemm_backend=gemm, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
                    host_cache_memory=config.host_cache_memory if config.enable_prefix_caching else 0,
                    num_threads=config.num_threads or num_cores(), kv_memory=memory_of(usable, length) or None, rope_freq_base=config.rope_freq_base or None)

@@ -253,7 +253,7 @@ def test_the_plan_counts_what_is_taken(name, seqs, tokens, length, monkeypatch):
     with LLM(fixture(f"{name}.gguf"), device="cuda", max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens, kv_memory=1 << 22) as llm:
         llm.generate([[3 + i % 7]*(length//(2 if seqs == 1 else 4)) for i in range(min(seqs, 16))], SamplingParams(max_tokens=2), progress=False)
         program, plan = llm.engine.model.program, sum(rooms[-1].fixed.values()) + llm.engine.config.kv_memory
-        assert program.scratch.nbytes == rooms[-1].fixed["attention"] and (program.parts.array is None or program.parts.array.nbytes == rooms[-1].fixed["parts of sums"])
+        assert program.scratch.nbytes == rooms[-1].fixed["attention"] and (program.gemm.parts.array is None or program.gemm.parts.array.nbytes == rooms[-1].fixed["parts of sums"])
         assert used() - before <= plan <= 1.5*(used() - before) + RESERVE
 
 
