@@ -19,7 +19,7 @@ from .emulator import emulated_arch
 from .gemm_gpu import MANY, RAISE, PartSums, act_for, half_buffers, part_bytes, prepare_gemm, prepare_half_acts
 from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, sum_args
 
-# %% ../nbs/17_cublas.ipynb #abc9e9e5
+# %% ../nbs/17_cublas.ipynb #851f2cd7
 NAMES = tuple(f"cublas64_{v}.dll" if sys.platform == "win32" else f"libcublas.so.{v}" for v in (13, 12))
 STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR"}
 _i, _p = ctypes.c_int, ctypes.c_void_p
@@ -35,12 +35,13 @@ def _find() -> list[str]:
 
 def open_library(candidates: list[str]) -> ctypes.CDLL:
     "The first of these that can be loaded, with the signatures of what is called."
+    tried = []
     for name in filter(None, candidates):
         try: lib = ctypes.CDLL(name)
-        except OSError: continue
+        except OSError as e: tried.append(str(e)); continue
         for f, kinds in SIGNATURES.items(): getattr(lib, f).argtypes = kinds
         return lib
-    raise CudaError("cuBLAS is not here: `pip install nvidia-cublas` brings the one for CUDA 13")
+    raise CudaError(f"cuBLAS is not here ({tried[0]}): `pip install nvidia-cublas` brings the one for CUDA 13")
 
 @functools.cache
 def _library() -> ctypes.CDLL: return open_library(_find())
@@ -85,7 +86,7 @@ def prepare_row_acts(a: RowActs, x) -> list[Launch]:
     name = f"half_rows<{str(a.type == 'BF16').lower()}, {str(len(a.xh) == 2).lower()}>"
     return [Launch(CUBLAS[name], a.m, 32*min(8, -(-a.k//256)), [x, a.xh, a.xs, a.m, a.k, x.strides[0]//4], pdl=True)]
 
-# %% ../nbs/17_cublas.ipynb #cad54556
+# %% ../nbs/17_cublas.ipynb #794d57b8
 SCRATCH = 64 << 20
 
 def slices(n: int, k: int, m: int, unpacked: bool = True, room: int = SCRATCH) -> list[tuple[int, int]]:       # unpacked: W is put there as well; room: bytes of scratch memory
@@ -98,7 +99,7 @@ def slices(n: int, k: int, m: int, unpacked: bool = True, room: int = SCRATCH) -
     return [(first, min(size, n - first)) for first in range(0, n, size)]
 
 def workspace_bytes(d: Device) -> int:
-    "What the library's own sums in parts may take: as much as its documentation advises."
+    "What the library's own sums in parts may take: at least as much as its documentation advises for a chip."
     return (32 if d.arch >= 90 else 4) << 20
 
 # %% ../nbs/17_cublas.ipynb #8375fcac

@@ -65,6 +65,19 @@ def test_unpacked_weights(t):
             assert np.array_equal(got[:num].view(np.float16).astype(np.float32)/RAISE, want[first:first + num]) and (got[num] == 0x7e01).all(), (n, k, first)
 
 
+@pytest.mark.parametrize("arch", ["75", "120"])
+def test_other_cards(arch, library, monkeypatch):
+    "The same numbers from the kernels of the oldest and of the newest"
+    if device().name != "emulated": pytest.skip("a real GPU")
+    monkeypatch.setenv("LITERATE_GPU", f"emulated:{arch}")
+    gemm = library(60_000)
+    for t in (*GPU_FORMATS, "F16"):
+        n, k, m = 70, 512, 40
+        raw, x = matrix(n, k, t), rows(m, k)
+        want = gemm_ref(x, pack_gpu(raw, t), t, n, "F16")
+        assert np.max(np.abs(product(gemm, x, to_gpu(raw, t)) - want)/(np.abs(x) @ np.abs(dequantize(raw, t)).T)) < 2e-6, t
+
+
 @pytest.mark.parametrize("t", HALVES)
 def test_activations(t):
     "The numbers of the reference, what is left over, and the scale; rows of zeros, of very large and very small numbers, rows that lie apart"
@@ -180,9 +193,9 @@ def test_its_arguments(t, monkeypatch):
         raw, x = matrix(n, k, t), rows(m, k)
         got, want = product(gemm, x, to_gpu(raw, t)), gemm_ref(x, pack_gpu(raw, t), t, n, kind(t))
         assert np.max(np.abs(got - want)/(np.abs(x) @ np.abs(dequantize(raw, t)).T)) < 2e-6
-    assert fake.told == ["create", ("stream", 0), ("workspace", 0, 32 << 20)]
+    assert fake.told == ["create", ("stream", 0), ("workspace", 0, workspace_bytes(device()))]
     with cupy().cuda.Stream(non_blocking=True) as other: gemm.handle.to(other.ptr); gemm.handle.to(other.ptr)
-    assert fake.told[3:] == [("stream", other.ptr), ("workspace", 0, 32 << 20)]
+    assert fake.told[3:] == [("stream", other.ptr), ("workspace", 0, workspace_bytes(device()))]
     gemm.close()
     assert fake.told[5:] == ["destroy"]
     gemm.close()
@@ -241,7 +254,7 @@ def test_a_program_with_quantised_weights(t, tmp_path, monkeypatch):
         logits.append(prompt_logits(m, ids))
         names = [one.kernel.name for _, one in m.program.step().launches]
         m.close()
-    assert rel_err(logits[1], logits[0]) < 3e-3 and names.count(f"unpack<{t}>") == names.count("cublasGemmEx") > 20
+    assert rel_err(logits[1], logits[0]) < (3e-3 if device().arch >= 80 else 6e-2) and names.count(f"unpack<{t}>") == names.count("cublasGemmEx") > 20
 
 
 def test_an_older_card(monkeypatch):
@@ -283,7 +296,7 @@ def test_who_is_chosen(monkeypatch):
 def test_the_library_is_looked_for(monkeypatch, tmp_path):
     "Where a path is known, then by name; what is no library counts as none"
     (tmp_path/"libcublas.so.13").write_bytes(b"\x7fELF and no more")
-    with pytest.raises(CudaError, match="cuBLAS is not here: `pip install nvidia-cublas`"): cublas.open_library(["", str(tmp_path/"libcublas.so.13"), "libcublas.so.0"])
+    with pytest.raises(CudaError, match="cuBLAS is not here .*libcublas.so.13: .*: `pip install nvidia-cublas`"): cublas.open_library(["", str(tmp_path/"libcublas.so.13"), "libcublas.so.0"])
     import cuda.pathfinder
     def missing(name): raise cuda.pathfinder.DynamicLibNotFoundError(name)
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", missing)
@@ -298,6 +311,7 @@ def test_settings(monkeypatch):
     with GGUFFile(fixture("llama.gguf")) as f: config = ModelConfig.from_gguf(f)
     assert resolve(EngineConfig(device="cpu"), config).gemm_backend == resolve(EngineConfig(device="cpu", gemm_backend="own"), config).gemm_backend == "own"
     if device().name != "emulated": return
+    monkeypatch.setenv("LITERATE_GPU", "emulated")
     with pytest.raises(ValueError, match="gemm_backend is 'cublas': the device is 'cpu'"): resolve(EngineConfig(gemm_backend="cublas"), config)           # auto never means the emulator
     assert resolve(EngineConfig(device="cuda", gemm_backend="cublas"), config).gemm_backend == "cublas" and resolve(EngineConfig(device="cuda"), config).gemm_backend == "own"
     def nowhere(): raise CudaError("cuBLAS is not here: `pip install nvidia-cublas`")
