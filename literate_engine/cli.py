@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/61_cli.ipynb #3e1837d2
+# %% ../nbs/61_cli.ipynb #e5574c8b
 Model = Annotated[str, typer.Argument(help="A GGUF file, a known name (smollm2, gemma3-270m), or hf:owner/repo/file.gguf.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or ref (plain NumPy, slow).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.")]
 Activations = Annotated[str, typer.Option(help="int8 (fast) or float32 (exact).")]
-GemmBackend = Annotated[str, typer.Option(help="Who multiplies the rows of a prompt on a GPU: own kernels, cublas, or auto.")]
+GemmBackend = Annotated[str, typer.Option(help="Who multiplies the rows of a prompt on a GPU: own (kernels), cublas, mixed (cublas for long ones) or auto.")]
 KVType = Annotated[str | None, typer.Option(help="What the KV cache stores: f16, q8_0 (half of that), q4_0 or f32.")]
 KVTypeV = Annotated[str | None, typer.Option(help="The same for values alone, if they differ from keys, like q8_0 with q4_0.")]
 MaxLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt plus answer, in tokens; default: what the model and memory allow.")]

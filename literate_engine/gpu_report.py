@@ -61,20 +61,20 @@ def decode_rate(times: list[list[float]]) -> float:    # tokens a second
 
 def prompts_of(llm, n: int, length: int, seed: int) -> list[list[int]]: return np.random.default_rng(seed).integers(300, llm.config.n_vocab - 1, (n, length)).tolist()
 
-# %% ../nbs/72_gpu_report.ipynb #db051a9d
-def measure_model(path, name: str, batches=(1,), prefills=(), depths=(), runs: int = 5, n_gen: int = 128, max_model_len: int = 8192, say=print) -> list[dict]:
+# %% ../nbs/72_gpu_report.ipynb #bc32b964
+def measure_model(path, name: str, batches=(1,), prefills=(), depths=(), runs: int = 5, n_gen: int = 128, max_model_len: int = 8192, gemm_backend: str = "own", say=print) -> list[dict]:
     "The rows of one model: decoding at several batch sizes and depths, prompts, and how long it took to load."
     from literate_engine.llm import LLM
     from literate_engine.program_gpu import profile_gpu, work_gpu
     start = time.perf_counter()
-    llm = LLM(path, device="cuda", max_model_len=max_model_len, max_num_seqs=max(32, *batches), enable_prefix_caching=False)
-    rows = [{"model": name, "what": "load", "value": time.perf_counter() - start, "unit": "s", "bytes": Path(path).stat().st_size}]
+    llm = LLM(path, device="cuda", max_model_len=max_model_len, max_num_seqs=max([32, *batches]), enable_prefix_caching=False, gemm_backend=gemm_backend)
+    rows = [{"model": name, "what": "load", "gemm": gemm_backend, "value": time.perf_counter() - start, "unit": "s", "bytes": Path(path).stat().st_size}]
     program, ceiling = llm.engine.model.program, bytes_per_token(Path(path))
     def row(what, batch, depth, values, step):
         us, work = {k: v*1e6 for k, v in profile_gpu(step, 5).items()}, work_gpu(step)
-        rows.append({"model": name, "what": what, "batch": batch, "depth": depth, "value": float(np.median(values)), "all": [float(v) for v in values], "unit": "tok/s", "launches": len(step.launches), "us": us,
+        rows.append({"model": name, "what": what, "gemm": gemm_backend, "batch": batch, "depth": depth, "value": float(np.median(values)), "all": [float(v) for v in values], "unit": "tok/s", "launches": len(step.launches), "us": us,
                      "weight_bytes": ceiling, **{name: {op: n[i] for op, n in work.items()} for i, name in enumerate(("bytes", "flops"))}})
-        say(name, what, batch, depth, f"{rows[-1]['value']:.0f} tok/s", [round(v) for v in values], {k: round(v) for k, v in us.items()})
+        say(name, what, batch, depth, gemm_backend, f"{rows[-1]['value']:.0f} tok/s", [round(v) for v in values], {k: round(v) for k, v in us.items()})
     def step_of(decode, tokens): return min((s for k, s in program.steps.items() if k.decode == decode and k.tokens >= tokens), key=lambda s: s.shape.tokens)
     for b in batches:
         ask_all(llm.engine, prompts_of(llm, b, 16, 99), 8)                # makes the graphs
@@ -97,11 +97,11 @@ def report() -> list[dict]:
     of = {(r["model"], r["what"], r["batch"], r["depth"]): r["value"] for r in peer["rows"]}
     return [r | {"peer": of.get((r["model"], r["what"], r["batch"], r["depth"]))} for r in ours["rows"] if r["what"] != "load"]
 
-# %% ../nbs/72_gpu_report.ipynb #12383ae0
+# %% ../nbs/72_gpu_report.ipynb #9932be7d
 def speeds() -> str:
     "The report as a table in Markdown: the README has it."
     lines = ["| model | what | tok/s | llama.cpp, recorded | times |", "|---|---|---|---|---|"]
     for r in report():
-        what = f"a prompt of {r['depth']:,}" if r["what"] == "prefill" else f"batch {r['batch']}" + f" after {r['depth']:,} tokens"*(r["depth"] > 0)
+        what = f"a prompt of {r['depth']:,}" + ", with cuBLAS"*(r["gemm"] != "own") if r["what"] == "prefill" else f"batch {r['batch']}" + f" after {r['depth']:,} tokens"*(r["depth"] > 0)
         lines.append(f"| {r['model']} | {what} | {r['value']:,.0f} | " + (f"{r['peer']:,.0f} | {r['value']/r['peer']:.1f} |" if r["peer"] else "| |"))
     return "\n".join(lines)

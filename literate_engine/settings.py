@@ -7,7 +7,7 @@ __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_T
            'config_of', 'no_gpu_kernels', 'which_device', 'which_gemm', 'GpuRoom', 'gpu_room', 'blocks_that_fit',
            'resolve']
 
-# %% ../nbs/42_settings.ipynb #63fa3f8e
+# %% ../nbs/42_settings.ipynb #7a52a27c
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -18,20 +18,20 @@ from .attention_gpu import scratch_bytes
 from .blocks import BLOCK_SIZE, blocks_needed
 from .config import ModelConfig
 from .core import num_cores, physical_memory
-from .cublas import choose_gemm, gemm_room
+from .cublas import BACKENDS, choose_gemm, gemm_room
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import state_shapes
 from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
 
-# %% ../nbs/42_settings.ipynb #aefb8048
+# %% ../nbs/42_settings.ipynb #a4306724
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
     device: str = "auto"                  # "auto" | "cuda" | "cpu" | "ref" (NumPy, slow, the truth)
     activations: str = "int8"             # "int8" | "float32" (exact mode, from the same packed weights)
-    gemm_backend: str = "auto"            # who multiplies the rows of a prompt on a GPU: "own" kernels | "cublas" | "auto", cuBLAS where a card has no kernels of ours for that
+    gemm_backend: str = "auto"            # who multiplies the rows of a prompt on a GPU: "own" kernels | "cublas" | "mixed", cuBLAS for long ones | "auto", what is fastest of what is here
     kv_type: str | None = None            # keys and values in the cache: "f16" | "q8_0" | "q4_0" | "f32"
     kv_type_v: str | None = None          # values alone, if they differ
     num_threads: int | None = None        # default: physical cores
@@ -62,10 +62,10 @@ class EngineConfig:
             if self.activations == "float32" and getattr(self, name) not in (None, "f32"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: activations 'float32', the exact mode, needs 'f32'")
         for name, value, why in (("device", ("cpu", "ref"), "it needs 'cuda'"), ("activations", ("float32",), "the exact mode has no products for it")):
-            if self.gemm_backend == "cublas" and getattr(self, name) in value: raise ValueError(f"gemm_backend is 'cublas': {name} is {getattr(self, name)!r}, {why}")
+            if self.gemm_backend in ("cublas", "mixed") and getattr(self, name) in value: raise ValueError(f"gemm_backend is {self.gemm_backend!r}: {name} is {getattr(self, name)!r}, {why}")
 
-# %% ../nbs/42_settings.ipynb #477f0c0d
-_CHOICES = {"device": ("auto", "cuda", "cpu", "ref"), "activations": ("int8", "float32"), "gemm_backend": ("auto", "own", "cublas"), "kv_type": (None, *KV_TYPES), "kv_type_v": (None, *KV_TYPES),
+# %% ../nbs/42_settings.ipynb #82abf117
+_CHOICES = {"device": ("auto", "cuda", "cpu", "ref"), "activations": ("int8", "float32"), "gemm_backend": ("auto", *BACKENDS), "kv_type": (None, *KV_TYPES), "kv_type_v": (None, *KV_TYPES),
             "kv_block_size": (BLOCK_SIZE,), "enable_prefix_caching": (True, False), "yarn_truncate": (None, True, False)}
 CORES = os.cpu_count() or 1
 _RANGES = {"num_threads": (1, max(8, CORES)), "max_model_len": (1, 2**24), "max_num_seqs": (1, 1024), "max_num_batched_tokens": (1, 2**16),
@@ -92,7 +92,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #4a2b58e6
+# %% ../nbs/42_settings.ipynb #1afe9e97
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -117,8 +117,8 @@ def which_gemm(config: EngineConfig, device: str) -> str:                # Value
     "Who multiplies many rows on this device."
     if device == "cuda":
         try: return choose_gemm(config.gemm_backend, config.activations == "float32")[0]
-        except CudaError as e: raise ValueError(f"gemm_backend is 'cublas': {e}") from None
-    if config.gemm_backend == "cublas": raise ValueError(f"gemm_backend is 'cublas': the device is {device!r}, cuBLAS needs a GPU")
+        except CudaError as e: raise ValueError(f"gemm_backend is {config.gemm_backend!r}: {e}") from None
+    if config.gemm_backend in ("cublas", "mixed"): raise ValueError(f"gemm_backend is {config.gemm_backend!r}: the device is {device!r}, cuBLAS needs a GPU")
     return "own"
 
 class GpuRoom(NamedTuple):

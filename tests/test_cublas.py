@@ -257,6 +257,20 @@ def test_a_program_with_quantised_weights(t, tmp_path, monkeypatch):
     assert rel_err(logits[1], logits[0]) < (3e-3 if device().arch >= 80 else 6e-2) and names.count(f"unpack<{t}>") == names.count("cublasGemmEx") > 20
 
 
+def test_long_prompts_alone(monkeypatch):
+    "Fewer rows than LONG are done by kernels of ours, more by the library, in one program"
+    monkeypatch.setattr(cublas, "LONG", 64)
+    want = np.load(fixture("llama.npz"))
+    ids, logits = want["p1_ids"].tolist(), want["p1_logits_torch" if "p1_logits_torch" in want else "p1_logits"]
+    with LLM(fixture("llama.gguf"), device="cuda", max_model_len=320, max_num_batched_tokens=160, long_prefill_token_threshold=160, gemm_backend="mixed") as llm:
+        assert rel_err(llm.logits(ids), logits) < 5e-3
+        long = (ids*20)[:160]
+        rows = llm.logits(long)
+        by = {s.shape.tokens: {one.kernel.name.split("<")[0] for _, one in s.launches} & {"gemm", "gemm_wgmma", "cublasGemmEx"} for s in llm.engine.model.program.steps.values()}
+        assert any(n >= 64 for n in by) and all(names == {"cublasGemmEx"} if n >= 64 else "cublasGemmEx" not in names for n, names in by.items()), by
+    with LLM(fixture("llama.gguf"), device="cuda", max_model_len=320, max_num_batched_tokens=160, long_prefill_token_threshold=160, gemm_backend="own") as llm: assert rel_err(llm.logits(long), rows) < 5e-3
+
+
 def test_an_older_card(monkeypatch):
     "Without a wish the library does it, and says so; without the library 32 rows at a time, and says so, with what would help"
     if device().name != "emulated": pytest.skip("a real GPU")
@@ -283,7 +297,14 @@ def test_who_is_chosen(monkeypatch):
     for arch in (80, 90, 120):
         monkeypatch.setenv("LITERATE_GPU", f"emulated:{arch}")
         assert choose_gemm() == choose_gemm("own") == ("own", []) and choose_gemm("cublas")[0] == "cublas" and "as gemm_backend says" in choose_gemm("cublas")[1][0]
-        assert choose_gemm("auto", True) == ("own", [])
+        assert choose_gemm("auto", True) == ("own", []) and choose_gemm("mixed") == ("mixed", ["products of 256 rows and more are done by cuBLAS (emulated)"])
+        with monkeypatch.context() as m:                 # as on a card: what is installed is used, and told; what is not is not missed
+            m.setattr(cublas, "emulated_arch", lambda: None)
+            m.setattr(cublas, "cublas_version", lambda: "13.1.0")
+            assert choose_gemm() == ("mixed", ["products of 256 rows and more are done by cuBLAS (13.1.0)"]) and choose_gemm("own") == ("own", [])
+            m.setattr(cublas, "cublas_version", lambda: (_ for _ in ()).throw(CudaError("not here")))
+            assert choose_gemm() == ("own", [])
+            with pytest.raises(CudaError, match="not here"): choose_gemm("mixed")
         assert workspace_bytes(device()) == ((32 if arch >= 90 else 4) << 20)
     monkeypatch.setenv("LITERATE_GPU", "emulated:75")
     assert choose_gemm("own")[0] == "own" and "need sm_80, and gemm_backend is 'own' and not 'cublas' (emulated)" in choose_gemm("own")[1][0] and choose_gemm("auto", True) == ("own", [])
@@ -306,7 +327,8 @@ def test_the_library_is_looked_for(monkeypatch, tmp_path):
 def test_settings(monkeypatch):
     "Refused by name where it cannot be; passed through; told"
     for options, what in (({"device": "cpu"}, "device is 'cpu'"), ({"device": "ref"}, "device is 'ref'"), ({"activations": "float32"}, "activations is 'float32'")):
-        with pytest.raises(ValueError, match=f"gemm_backend is 'cublas': {what}"): EngineConfig(gemm_backend="cublas", **options)
+        for backend in ("cublas", "mixed"):
+            with pytest.raises(ValueError, match=f"gemm_backend is '{backend}': {what}"): EngineConfig(gemm_backend=backend, **options)
     with pytest.raises(ValueError, match="gemm_backend is 'mkl': expected one of 'auto', 'own', 'cublas'"): EngineConfig(gemm_backend="mkl")
     with GGUFFile(fixture("llama.gguf")) as f: config = ModelConfig.from_gguf(f)
     assert resolve(EngineConfig(device="cpu"), config).gemm_backend == resolve(EngineConfig(device="cpu", gemm_backend="own"), config).gemm_backend == "own"
@@ -339,8 +361,8 @@ def test_the_plan_counts_the_scratch_memory(monkeypatch):
     with LLM(fixture("qwen3.gguf"), device="cuda", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=200, kv_memory=1 << 22, gemm_backend="cublas") as llm:
         llm.logits(list(range(120)))
         gemm, fixed = llm.engine.model.program.gemm, rooms[-1].fixed
-        assert fixed["cuBLAS"] == gemm.scratch.nbytes + gemm.handle.workspace.nbytes == gemm_room("cublas")["cuBLAS"] and "parts of sums" not in fixed
+        assert fixed["cuBLAS"] == gemm.scratch.nbytes + gemm.handle.workspace.nbytes + cublas.LIBRARY == gemm_room("cublas")["cuBLAS"] and "parts of sums" not in fixed
         assert used() - before <= sum(fixed.values()) + llm.engine.config.kv_memory
         assert any("done by cuBLAS" in n for n in llm.engine.props()["notes"]) and llm.engine.props()["gemm_backend"] == "cublas"
     assert gemm.scratch is None and gemm.handle is None and used() - before < 1 << 20
-    assert set(gemm_room("own")) == {"parts of sums"}
+    assert set(gemm_room("own")) == {"parts of sums"} and gemm_room("mixed") == gemm_room("own") | gemm_room("cublas")
