@@ -328,7 +328,7 @@ def _gpu_line(g: dict) -> str:
     speed = f", reads {g['read_gb_s']:,} GB/s, {g['h2d_gb_s']} GB/s from pinned memory" if "read_gb_s" in g else ""
     return f"{g['name']} (compute {g['compute']}, {g['sms']} SMs, {g['free_gib']} of {g['memory_gib']} GiB free, driver {g['driver']}){speed}"
 
-# %% ../nbs/61_cli.ipynb #51088b72
+# %% ../nbs/61_cli.ipynb #3aea7550
 @app.command()
 def probe(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what has to be measured.")] = False,
@@ -346,6 +346,7 @@ def probe(
     print(f"vectors      {' '.join(facts['isa']) or 'unknown'}")
     print(f"memory       {facts['memory_gib']} GiB" + "".join(f", {v} GB/s by {k} thread{'s' * (k != '1')}" for k, v in facts.get("memory_gb_per_s", {}).items()))
     for line in map(_gpu_line, facts["gpus"]) if facts["gpus"] else [f"none: {why}"]: print(f"GPU          {line}")
+    for note in facts["gpus"][0]["gemm_notes"] if facts["gpus"] else (): print(f"             {note}")
     threads = f", {facts['auto']['threads']} threads"*(facts["auto"]["device"] == "cpu")
     print(f"auto         device {facts['auto']['device']}{threads}: {facts['auto']['why']}")
     print("versions     " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['RESERVE', 'MemoryPlan', 'weight_bytes', 'step_bytes', 'memory_plan', 'choose_device', 'gpu_facts', 'gpu_memory_held']
 
-# %% ../nbs/19_memory_gpu.ipynb #c2a22197
+# %% ../nbs/19_memory_gpu.ipynb #b91b3744
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from .cublas import choose_gemm
 from .cuda import CudaError, cupy, device
 from .upload import gpu_bytes, gpu_ceilings
 
@@ -70,7 +71,7 @@ def _longest(kv_bytes, kv_type, limit, left):
         low, high = (mid, high) if kv_bytes(16*mid, kv_type) <= left else (low, mid - 1)
     return 16*low
 
-# %% ../nbs/19_memory_gpu.ipynb #91d4ff8f
+# %% ../nbs/19_memory_gpu.ipynb #00459df4
 def choose_device(need: int = 0) -> tuple[str, str]:         # bytes that the model needs at least -> "cuda" or "cpu", and why
     "What `auto` means on this machine."
     try: d = device()
@@ -84,7 +85,7 @@ def choose_device(need: int = 0) -> tuple[str, str]:         # bytes that the mo
     return "cuda", f"{d.name} has {_gib(free)} free" + (f", the model needs {_gib(need)}" if need else "")
 
 def gpu_facts(measure: bool = True) -> tuple[list[dict], str]:    # one dict a GPU; why there is none
-    "The GPUs that kernels can run on, the first one with its measured ceilings."
+    "The GPUs that kernels can run on, the first one with who multiplies long prompts there and with its measured ceilings."
     try: device()
     except CudaError as e: return [], str(e).splitlines()[0]
     runtime, found = cupy().cuda.runtime, []
@@ -93,6 +94,7 @@ def gpu_facts(measure: bool = True) -> tuple[list[dict], str]:    # one dict a G
             d, (free, total) = device(), runtime.memGetInfo()
             found.append({"name": d.name, "compute": f"{d.arch//10}.{d.arch%10}", "sms": d.num_sms, "memory_gib": round(total/2**30, 1), "free_gib": round(free/2**30, 1), "driver": _version(runtime.driverGetVersion()),
                           "emulated": d.name == "emulated"})
+    found[0] |= dict(zip(("gemm_backend", "gemm_notes"), choose_gemm()))
     if measure: found[0] |= gpu_ceilings()
     return found, ""
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['STATE_SHAPES', 'LayerCache', 'step_view', 'RefMatrix', 'ReferenceOps', 'shared_table', 'Value', 'Instruction',
-           'CpuMatrix', 'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'state_shapes', 'CpuWeights']
+           'CpuMatrix', 'Recorder', 'aligned', 'Vector', 'layer_scratch_bytes', 'state_shapes', 'cpu_weight_bytes',
+           'CpuWeights']
 
 # %% ../nbs/29_recorder.ipynb #e2a098c1
 import math
@@ -311,7 +312,7 @@ def _record_ssm_norm_gate(self, y, z, first, w, eps):
 
 for f in (_record_ssm_dt, _record_take_columns, _record_multiply, _record_ssm_gate, _record_ssm_norm_gate): setattr(Recorder, f.__name__.removeprefix("_record_"), f)
 
-# %% ../nbs/29_recorder.ipynb #35e81e7f
+# %% ../nbs/29_recorder.ipynb #d59db7a9
 def aligned(nbytes: int) -> np.ndarray: # uint8 [nbytes], starts at a multiple of 64
     "Zeroed memory at a cache line's start"
     a = np.zeros(nbytes + 64, np.uint8)
@@ -337,6 +338,12 @@ STATE_SHAPES = {DeltaSpec: delta_shapes, SSMSpec: ssm_shapes, ConvSpec: short_co
 def state_shapes(layer) -> tuple | None: # (shape of a slot's convolution state, of its recurrent state), either may be None
     "What a sequence keeps in a layer's state; None: the layer has none"
     return STATE_SHAPES[type(layer.state)](layer.state) if layer.state else None
+
+def cpu_weight_bytes(
+    tensors,              # TensorInfo or QuantTensor: what the model uses of a file
+) -> int:
+    "Bytes that they take for the CPU: matrices as they are packed, the rest in float32"
+    return sum(LINEAR_FORMATS[held_as(t.type.name)].packed_bytes(*t.shape[-2:])*math.prod(t.shape[:-2]) if len(t.shape) > 1 else 4*math.prod(t.shape) for t in tensors)
 
 class CpuWeights:
     "Places packed matrices in large aligned buffers"

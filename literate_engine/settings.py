@@ -7,7 +7,7 @@ __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_T
            'config_of', 'no_gpu_kernels', 'which_device', 'which_gemm', 'GpuRoom', 'gpu_room', 'blocks_that_fit',
            'resolve']
 
-# %% ../nbs/42_settings.ipynb #7a52a27c
+# %% ../nbs/42_settings.ipynb #855a7147
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -22,7 +22,7 @@ from .cublas import BACKENDS, choose_gemm, gemm_room
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
-from .recorder import state_shapes
+from .recorder import cpu_weight_bytes, state_shapes
 from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
 
 # %% ../nbs/42_settings.ipynb #a4306724
@@ -92,7 +92,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #1afe9e97
+# %% ../nbs/42_settings.ipynb #b0ca1f36
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -139,7 +139,7 @@ def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, 
     def nbytes(n): return kv_bytes(model.kv_layers, kv_groups(model.kv_layers, model.kv_windows, n + 1, max_model_len, step), *kv_types)
     return max(0, bisect_right(range(min(memory, 2**40)), memory, key=nbytes) - 1)
 
-def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfig:     # tensors: the file's, of which the memory of a GPU must hold a copy
+def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfig:     # tensors: the file's, of which the device must hold a copy
     "What will be in effect for this model; ValueError if the wishes contradict each other."
     where = which_device(config, model, tensors)[0]
     gemm = which_gemm(config, where)
@@ -149,6 +149,8 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     kv_types = kv_type, config.kv_type_v or kv_type
     if kv_types[0] != kv_types[1] and not any(l.n_head_kv and l.head_dim_v for l in model.kv_layers): raise ValueError(f"kv_type_v is {kv_types[1]!r}: this model keeps no values beside its keys")
     per_block, length, memory = kv_bytes_per_block(model.kv_layers, *kv_types), config.max_model_len, physical_memory()
+    if where == "cpu" and (need := cpu_weight_bytes(tensors)) > memory:
+        raise ValueError(f"not enough memory: the weights take {need/2**30:.1f} GiB as the CPU holds them, this machine has {memory/2**30:.1f}; a smaller quantisation of the model would be needed")
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     for name in ("host_cache_memory",) if where == "cuda" else ("kv_memory", "host_cache_memory"):          # a GPU has a memory of its own
         if (getattr(config, name) or 0) > memory: raise ValueError(f"{name} is {getattr(config, name)}: this machine has {memory} bytes")

@@ -63,6 +63,7 @@ def test_probe():
 
 def test_probe_says_that_a_gpu_is_emulated():
     gpu, = json.loads(cli("probe", "--quick", "--json", LITERATE_GPU="emulated:80").stdout)["gpus"]
+    assert gpu["gemm_backend"] == "own" and gpu["gemm_notes"] == [] and "done by cuBLAS (emulated)" in cli("probe", "--quick", LITERATE_GPU="emulated:75").stdout
     assert gpu["emulated"] and gpu["compute"] == "8.0"
     told = cli("probe", "--quick", LITERATE_GPU="emulated").stdout
     assert "emulated, as sm_90: kernels run on the processor, for tests; nothing is measured" in told and "auto         device cpu" in told

@@ -11,8 +11,10 @@ import pytest
 from literate_engine.core import data_dir, fixture, rel_err, save_bench
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.blocks import CacheHandle
-from literate_engine.model import Model, prompt_logits
+from literate_engine.config import ModelConfig
+from literate_engine.model import Model, load_weights, prompt_logits
 from literate_engine.quants import QUANT_TYPES, QuantTensor, quantize
+from literate_engine.recorder import CpuWeights, cpu_weight_bytes
 from literate_engine.scheduler import Request, Scheduler
 from literate_engine.tokenizer import Tokenizer
 
@@ -356,3 +358,12 @@ def test_the_oldest_files_of_a_hybrid(tmp_path):
         got.append(prompt_logits(model, ids))
         model.close()
     assert (got[0] == got[1]).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "nemotron_h_moe", "qwen3next"])
+def test_what_weights_take_is_known_before(name):
+    "Of the CPU: what is packed, and vectors, which are small."
+    with GGUFFile(fixture(f"{name}.gguf")) as file:
+        config, packed = ModelConfig.from_gguf(file), CpuWeights()
+        load_weights(file, config, packed)
+        assert packed.nbytes <= cpu_weight_bytes([t for name, t in file.tensors.items() if name in config.tensors()]) < 1.1*packed.nbytes + 20_000
