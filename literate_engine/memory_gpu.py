@@ -41,7 +41,7 @@ def step_bytes(config, num_tokens: int, num_out: int) -> dict:    # ModelConfig
     def width(l): return 4*config.n_embd + (l.n_head + l.n_head_kv)*(l.head_dim_k + l.head_dim_v) + 3*l.n_ff
     return {"activations": 6*num_tokens*max(map(width, config.layers)), "logits": 4*num_out*config.n_vocab}
 
-# %% ../nbs/19_memory_gpu.ipynb #f575144b
+# %% ../nbs/19_memory_gpu.ipynb #df1f3b29
 def memory_plan(
     fixed: dict,                                      # name -> bytes: {"weights": weight_bytes(...), **step_bytes(...), ...}
     kv_bytes: Callable,                               # (max_model_len, kv_type) -> bytes of the cache for one request of this length
@@ -59,6 +59,7 @@ def memory_plan(
     for other in kv_types:
         if kv_bytes(max_model_len, other) < need and (n := _longest(kv_bytes, other, max_model_len, left)): fits.append(f"kv_type {other}" + (f" with max_model_len {n}" if n < max_model_len else ""))
     fewer = [f"fewer {setting} would be needed" for part, setting in (("activations", "max_num_batched_tokens"), ("attention", "max_num_seqs")) if left + fixed.get(part, 0) >= need]
+    fewer += ["gemm_backend 'own' would be needed"]*(left + fixed.get("cuBLAS", 0) >= need)
     advice = "what would fit: " + ", or ".join(fits) if fits else fewer[0] if fewer else "a smaller quantisation of the model would be needed, or another GPU"
     raise ValueError(f"not enough memory on the GPU: needs {_gib(sum(fixed.values()) + need)}: {_sizes({**fixed, f'KV cache for {max_model_len} tokens in {kv_type}': need})}; free {_gib(free)}; {advice}")
 
