@@ -118,7 +118,7 @@ def test_bench_of_a_second_turn(smollm2):
 
 def test_a_gpu_that_is_not_there_is_one_line(smollm2):
     if importlib.util.find_spec("cupy"): pytest.skip("CuPy is here")
-    done = cli("generate", str(smollm2), "hello", "--device", "cuda")
+    done = cli("generate", str(smollm2), "hello", "--device", "cuda", LITERATE_GPU="")
     assert done.returncode == 2 and done.stderr.strip().splitlines() == ["literate-engine: --device is 'cuda': CuPy is not here: running on a GPU needs `pip install literate-engine[gpu]`"]
 
 
