@@ -40,7 +40,7 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(PY) tools/sidebar.py --check
 	$(PY) tools/nbfilter.py . _proc
-	cd _proc && DOCS_VENDOR=$${DOCS_VENDOR:-../node_modules} ../$(BIN)/smalldocs render --strict .
+	cd _proc && PATH="$(CURDIR)/$(BIN):$$PATH" DOCS_VENDOR=$${DOCS_VENDOR:-../node_modules} ../$(BIN)/smalldocs render --strict .
 
 lab: $(VENV)/.dev
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) nbs

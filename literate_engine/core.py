@@ -52,7 +52,7 @@ def models_dir() -> Path:
     "Where fetched models are kept; `LITERATE_CACHE` wins over a checkout's `data/models/`."
     return cache_dir() / "models" if os.environ.get("LITERATE_CACHE") else data_dir() / "models"
 
-# %% ../nbs/00_core.ipynb #41adcbfa
+# %% ../nbs/00_core.ipynb #2a851184
 def fixture(name: str) -> Path:
     "A file of the tiny models: `NAME.gguf`, `NAME.npz` with ids and expected logits, `NAME.json`. LITERATE_FIXTURES names a folder with a larger set."
     root = Path(os.environ.get("LITERATE_FIXTURES") or _unpacked(data_dir()/"fixtures/models.tar.xz", models_dir()/"fixtures"))
@@ -65,7 +65,7 @@ def _unpacked(archive: Path, to: Path) -> Path:
     "The folder `to` with the archive's files, unpacked anew if the archive has changed."
     stamp, now = to/".sha256", hashlib.sha256(archive.read_bytes()).hexdigest()
     if not (stamp.exists() and stamp.read_text() == now):
-        with tarfile.open(archive) as tar: tar.extractall(to, filter="data")
+        with tarfile.open(archive) as tar: tar.extractall(to, **{"filter": "data"} if hasattr(tarfile, "data_filter") else {})     # Python 3.11 has it from 3.11.4 on
         stamp.write_text(now)
     return to
 
