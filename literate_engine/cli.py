@@ -215,13 +215,14 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #b6a810df
+# %% ../nbs/61_cli.ipynb #2c3a61d4
 @app.command(name="trace-diff")
 def trace_diff(
     model: Model,
     devices: Annotated[str, typer.Option(help="The two devices, as in ref,cuda.")] = "ref,cpu",
     text: Annotated[str, typer.Option(help="What is computed; one step.")] = "The quick brown fox jumps over the lazy dog.",
     activations: Activations = "float32",
+    gemm_backend: GemmBackend = "auto",
     tolerance: Annotated[float | None, typer.Option(help="Relative error that is still rounding; 0: none. Default: 1e-4, 0.1 for int8.")] = None,
     json: Json = False,
 ) -> None:
@@ -230,7 +231,7 @@ def trace_diff(
     from literate_engine.config import ModelConfig
     from literate_engine.core import find_model
     from literate_engine.gguf import GGUFFile
-    from literate_engine.settings import EngineConfig, which_device
+    from literate_engine.settings import EngineConfig, resolve
     from literate_engine.tokenizer import Tokenizer
     from literate_engine.trace import CALLS, first_divergence
     from literate_engine.trace import trace_diff as compare
@@ -238,12 +239,14 @@ def trace_diff(
     if len(pair) != 2 or set(pair) - set(CALLS): raise ValueError(f"--devices is {devices!r}: expected two of {', '.join(CALLS)}, as in ref,cuda")
     if tolerance is None: tolerance = 1e-4 if activations == "float32" else 0.1
     if not 0 <= tolerance < math.inf: raise ValueError(f"--tolerance is {tolerance:g}: expected a number from 0 (exactly equal) on")
-    path, configs = find_model(model), [EngineConfig(device=d, activations=activations) for d in pair]
+    path = find_model(model)
     with GGUFFile(path) as file:
-        known = ModelConfig.from_gguf(file)
-        for c in configs: which_device(c, known, file.tensors.values())                   # refuses what the engine refuses
-        ids = Tokenizer.from_gguf(file).encode(text)
-    calls = compare(path, pair, ids, activations)
+        known, ids = ModelConfig.from_gguf(file), Tokenizer.from_gguf(file).encode(text)
+        tensors = [t for name, t in file.tensors.items() if name in known.tensors()]
+        for d in pair:                                                                     # refuses what the engine refuses
+            backend = gemm_backend if d == "cuda" or "cuda" not in pair else "auto"
+            resolve(EngineConfig(device=d, activations=activations, gemm_backend=backend, max_model_len=max(1, len(ids)), max_num_seqs=min(1024, max(1, len(ids))), max_num_batched_tokens=min(2**16, max(1, len(ids)))), known, tensors)
+    calls = compare(path, pair, ids, activations, gemm_backend)
     first = first_divergence(calls, tolerance)
     layers = {}
     for c in calls: layers[".".join(c.where.split(".")[:2])] = max(c.error, layers.get(".".join(c.where.split(".")[:2]), 0.0))

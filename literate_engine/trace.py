@@ -83,7 +83,7 @@ def _rows(model, v) -> int: return model.batch.num_tokens if v.rows == "tokens" 
 
 CALLS = {"ref": reference_calls, "cpu": cpu_calls, "cuda": gpu_calls}
 
-# %% ../nbs/32_trace.ipynb #7cb9f46b
+# %% ../nbs/32_trace.ipynb #4a60fa23
 class Pair(NamedTuple):
     "One operation on two devices."
     number: int
@@ -99,13 +99,14 @@ def trace_diff(
     devices: tuple[str, str],
     ids: list[int],          # of one text
     activations: str = "float32",
+    gemm_backend: str = "auto",          # on a GPU, with int8 activations: as in EngineConfig
 ) -> list[Pair]:             # of every call that both have a result of, in order
     "Compare two devices operation by operation."
     if not ids: raise ValueError("a trace needs at least one token")
     if bad := [d for d in devices if d not in CALLS]: raise ValueError(f"device {bad[0]!r}: expected one of {', '.join(CALLS)}")
     seen, names = [], {}
     for device in dict.fromkeys([*devices, "ref"]):
-        with _opened(path, device, ids, activations) as model:
+        with _opened(path, device, ids, activations, gemm_backend) as model:
             if device == "ref" and "cuda" in devices: hold_as_on_gpu(model.weights)
             calls = {c.number: c for c in CALLS[device](model)}
         names |= {n: (c.op, c.where) for n, c in calls.items()} if device == "ref" else {}
@@ -122,9 +123,9 @@ def hold_as_on_gpu(weights) -> None:
 
 class _opened:
     "A model with one text in its batch."
-    def __init__(self, path, device, ids, activations):
+    def __init__(self, path, device, ids, activations, gemm_backend="auto"):
         n = len(ids)
-        self.model = Model(path, device=device, activations=activations, num_threads=1, max_model_len=-(-n//16)*16, max_num_seqs=max(n, 1), max_num_batched_tokens=n)
+        self.model = Model(path, device=device, activations=activations, num_threads=1, max_model_len=-(-n//16)*16, max_num_seqs=max(n, 1), max_num_batched_tokens=n, gemm_backend=gemm_backend)
         handle = CacheHandle()
         self.model.pool.grow(handle, n)
         self.model.batch.fill([(ids, 0, handle.tables, "all", handle.slot)])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from literate_engine.cli import main
 from literate_engine.core import fixture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,3 +265,10 @@ def test_a_setting_that_is_none_names_its_neighbours():
     from literate_engine import LLM
     with pytest.raises(TypeError, match="there is no setting 'max_seq_len': did you mean .*max_model_len"): LLM("nowhere.gguf", max_seq_len=100)
     with pytest.raises(TypeError, match="there is no setting 'foo': known are device, activations"): LLM("nowhere.gguf", foo=1)
+
+
+@pytest.mark.parametrize("command", [["trace-diff"], ["generate", "a", "--device", "cpu"]])
+def test_what_has_no_room_in_memory_is_refused_before_the_load(command, monkeypatch, capsys):
+    monkeypatch.setattr("literate_engine.settings.physical_memory", lambda: 1000)
+    assert main([command[0], str(fixture("llama.gguf")), *command[1:]]) == 2
+    assert "not enough memory: the weights take" in capsys.readouterr().err
