@@ -257,7 +257,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #d80855c6
+# %% ../nbs/60_bench.ipynb #6c337e8b
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -273,6 +273,7 @@ def run_bench(
     save: bool = True,  # write data/bench/e2e_<what>_<model>.json
 ) -> dict:  # {"machine", "settings", "rows"}
     "Measure one question in every asked setting, beside a peer when one is named."
+    from literate_engine.emulator import emulated_arch
     if what not in DEFAULTS: raise ValueError(f"cannot measure {what!r}; known are {', '.join(DEFAULTS)}")
     if peer is not None and peer not in PEERS: raise ValueError(f"unknown peer {peer!r}; known are {', '.join(PEERS)}")
     if only_peer and not peer: raise ValueError("only_peer needs a peer")
@@ -280,6 +281,7 @@ def run_bench(
     if what == "turn" and peer: raise ValueError("turn compares this engine with itself, warm with cold: it takes no peer")
     n_prompt, n_gen = n_prompt or DEFAULTS[what]["n_prompt"], n_gen or DEFAULTS[what]["n_gen"]
     path, threads = find_model(model), tuple(threads) or (num_cores(),)
+    shown = device + " (emulated)"*(device == "cuda" and emulated_arch() is not None)
     kinds = ([] if only_peer else [Ours]) + ([PEERS[peer]] if peer else [])
     name = model if "/" not in str(model) and not os.path.exists(model) else path.stem
     rows, shared, n_vocab = [], [], _n_vocab(path)
@@ -291,7 +293,7 @@ def run_bench(
             if bandwidth: bandwidth.append(read_ceiling(device, t))               # before and after: the better one is the ceiling
             ours, theirs = (None if only_peer else rounds[0]), (rounds[-1] if peer or what == "turn" else None)
             ceiling = max(bandwidth) * 1e9 / bytes_per_token(path) if any(bandwidth) else None
-            rows.append(_row(what, name, device, t, b, n_prompt, n_gen, ours, theirs, ceiling))
+            rows.append(_row(what, name, shown, t, b, n_prompt, n_gen, ours, theirs, ceiling))
             if b > 1: shared.append({"threads": t, "batch": b, "seqs_per_step": seqs})
     settings = {"file": path.name, "peer": "literate_engine, cold" if what == "turn" else peer, "kv_type": "f16", "temperature": 0, "prompt_cache": what == "turn", "runs": runs,
                 "order": "interleaved", "load_before": load, "gemm_backend": gemm_backend} | ({"shared_steps": shared} if shared else {})

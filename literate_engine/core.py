@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOL', 'MODELS', 'DEFAULT_MODEL', 'in_checkout', 'cache_dir', 'data_dir', 'models_dir', 'fixture', 'without_gc',
-           'rel_err', 'assert_close', 'bench', 'ratio', 'num_cores', 'physical_memory', 'machine', 'save_bench',
-           'load_bench', 'peak_bandwidth', 'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
+           'rel_err', 'assert_close', 'bench', 'ratio', 'num_cores', 'physical_memory', 'available_memory', 'machine',
+           'save_bench', 'load_bench', 'peak_bandwidth', 'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
 
 # %% ../nbs/00_core.ipynb #d27f68a1
 import contextlib
@@ -136,7 +136,7 @@ def ratio(
     r = [x / y for x, y in zip(a, b)]
     return statistics.median(r), min(r), max(r)
 
-# %% ../nbs/00_core.ipynb #a44e4c90
+# %% ../nbs/00_core.ipynb #0ab8fe76
 def num_cores() -> int:
     "Physical cores this process may use: what heavy threads should number."
     logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -162,8 +162,17 @@ def _cpu_facts() -> tuple[str, list[str]]:
     return name, [w for w in wanted if w in flags]
 
 def physical_memory() -> int:
-    "Bytes of memory that this machine has; where that cannot be told, more than any."
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
+    "Bytes of memory that this machine has, or the container that this runs in; where that cannot be told, more than any."
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError): total = min(total, int(Path(limit).read_text()))
+    return total
+
+def available_memory() -> int:
+    "Bytes of it that nobody uses, or can do without."
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        return min(physical_memory(), 1024*next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")))
+    return physical_memory()
 
 def machine() -> dict:  # all of it can be published: no host name, no path
     "What a measured number depends on: processor, cores, memory, system, versions."

@@ -86,12 +86,12 @@ def prepare_row_acts(a: RowActs, x) -> list[Launch]:
     name = f"half_rows<{str(a.type == 'BF16').lower()}, {str(len(a.xh) == 2).lower()}>"
     return [Launch(CUBLAS[name], a.m, 32*min(8, -(-a.k//256)), [x, a.xh, a.xs, a.m, a.k, x.strides[0]//4], pdl=True)]
 
-# %% ../nbs/17_cublas.ipynb #794d57b8
+# %% ../nbs/17_cublas.ipynb #31762355
 SCRATCH = 64 << 20
 
 def slices(n: int, k: int, m: int, unpacked: bool = True, room: int = SCRATCH) -> list[tuple[int, int]]:       # unpacked: W is put there as well; room: bytes of scratch memory
     "(first row of W, number of rows) of the slices of a product."
-    most = (room - 256)//(4*m + 2*k*unpacked)                           # a slice is no wider than that, rounded up to a multiple of 8 or not
+    most = (room - 256)//(4*m + 2*k*unpacked)                           # rows that fit; 256: what aligning the sums may take
     unit = 128 if most >= 128 else 32
     if most < unit: raise ValueError(f"cuBLAS: a product of {m} rows with {k} columns does not fit into {room} bytes of scratch memory")
     count = -(-n//(most//unit*unit))
@@ -226,7 +226,7 @@ def gemm_room(backend: str) -> dict[str, int]:
     own, library = {"parts of sums": part_bytes(device())}, {"cuBLAS": SCRATCH + workspace_bytes(device()) + LIBRARY}
     return {"own": own, "cublas": library, "mixed": own | library}[backend]
 
-# %% ../nbs/17_cublas.ipynb #8d9b0de6
+# %% ../nbs/17_cublas.ipynb #240e606e
 def choose_gemm(
     wish: str = "auto",       # "auto" or a key of BACKENDS
     exact: bool = False,      # float32 activations
@@ -241,7 +241,7 @@ def choose_gemm(
         if wish in ("cublas", "mixed"): raise
         version, lacks = "", str(e)
     else: lacks = f"gemm_backend is 'own' and not 'cublas' ({version})"*(wish == "own")
-    if lacks: return "own", [f"products of more than 32 rows are done 32 rows at a time: {old}, and {lacks}"]*bool(old)
+    if lacks: return "own", [f"products of more than 32 rows are done 32 rows at a time: {old}, and {lacks}" if old else f"products of {LONG} rows and more would be faster with the library: {lacks}"]
     if not old and wish != "cublas": return "mixed", [f"products of {LONG} rows and more are done by cuBLAS ({version})"]
     many = f"products of many rows ({MANY['Q4_K']}, or {MANY['F16']} with 16-bit weights) are done by cuBLAS ({version})"
     return "cublas", [f"{many}, except those of BF16 weights: {old}, this GPU is sm_{device().arch}" if old else f"{many}, as gemm_backend says"]

@@ -73,14 +73,14 @@ class _Code(str):
     "Text that a notebook shows as Markdown."
     def _repr_markdown_(self): return str(self)
 
-# %% ../nbs/10_emulator.ipynb #8193aedf
+# %% ../nbs/10_emulator.ipynb #7b93316e
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}     # KB of shared memory that one block may have
 
 def emulated_arch() -> int | None:
     "The compute capability that LITERATE_GPU asks to emulate (`emulated`, or `emulated:75`); None (`real`, an empty value, or none at all): a real GPU is meant."
     if (value := os.environ.get("LITERATE_GPU", "")) in ("", "real"): return None
-    kind, _, arch = value.partition(":")
-    if kind != "emulated" or (arch and (not arch.isdigit() or int(arch) not in SHARED)):
+    kind, colon, arch = value.partition(":")
+    if kind != "emulated" or colon and (not arch.isdigit() or int(arch) not in SHARED):
         raise CudaError(f"LITERATE_GPU={value}: expected real, emulated or emulated:ARCH, with ARCH one of {', '.join(map(str, SHARED))}")
     return int(arch or 90)
 

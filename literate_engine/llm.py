@@ -224,7 +224,7 @@ def _embed(self,
 
 LLM.embed = _embed
 
-# %% ../nbs/44_llm.ipynb #30460d08
+# %% ../nbs/44_llm.ipynb #00de9a5f
 def _save_state(self, path, prompt, cache_salt: str = "") -> None:
     "Write what the cache holds of a text, given as str or ids, to a file; ValueError if that is nothing."
     self.engine.save_state(path, self.encode(prompt), cache_salt)
@@ -233,4 +233,7 @@ def _load_state(self, path, cache_salt: str = "") -> list[int]:
     "Put a saved text back into the cache of the same model, run the same way. Returns its ids; what cannot be used is refused in one line."
     return self.engine.load_state(path, cache_salt)
 
-LLM.save_state, LLM.load_state = _save_state, _load_state
+for f in (_save_state, _load_state):                                     # under the names that errors and `help` show
+    f.__name__ = f.__name__[1:]
+    f.__qualname__ = f"LLM.{f.__name__}"
+    setattr(LLM, f.__name__, f)

@@ -7,7 +7,7 @@ __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_T
            'config_of', 'no_gpu_kernels', 'which_device', 'which_gemm', 'GpuRoom', 'gpu_room', 'blocks_that_fit',
            'resolve']
 
-# %% ../nbs/42_settings.ipynb #855a7147
+# %% ../nbs/42_settings.ipynb #2a8026b0
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -21,6 +21,7 @@ from .core import num_cores, physical_memory
 from .cublas import BACKENDS, choose_gemm, gemm_room
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
+from .emulator import emulated_arch
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import cpu_weight_bytes, state_shapes
 from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
@@ -92,7 +93,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #b0ca1f36
+# %% ../nbs/42_settings.ipynb #49b3da2a
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -111,6 +112,8 @@ def which_device(config: EngineConfig, model: ModelConfig, tensors) -> tuple[str
         try: device()
         except CudaError as e: raise ValueError(f"device is 'cuda': {e}") from None
     if config.device != "auto": return config.device, "asked for"
+    try: emulated_arch()
+    except CudaError as e: raise ValueError(str(e)) from None               # a wish that is misspelt
     return ("cpu", lacks) if lacks else choose_device(weight_bytes(tensors))
 
 def which_gemm(config: EngineConfig, device: str) -> str:                # ValueError if it cannot be the one that is asked for
@@ -149,8 +152,6 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     kv_types = kv_type, config.kv_type_v or kv_type
     if kv_types[0] != kv_types[1] and not any(l.n_head_kv and l.head_dim_v for l in model.kv_layers): raise ValueError(f"kv_type_v is {kv_types[1]!r}: this model keeps no values beside its keys")
     per_block, length, memory = kv_bytes_per_block(model.kv_layers, *kv_types), config.max_model_len, physical_memory()
-    if where == "cpu" and (need := cpu_weight_bytes(tensors)) > memory:
-        raise ValueError(f"not enough memory: the weights take {need/2**30:.1f} GiB as the CPU holds them, this machine has {memory/2**30:.1f}; a smaller quantisation of the model would be needed")
     if length and length > model.n_ctx: raise ValueError(f"max_model_len is {length}: the model was trained for n_ctx = {model.n_ctx}")
     for name in ("host_cache_memory",) if where == "cuda" else ("kv_memory", "host_cache_memory"):          # a GPU has a memory of its own
         if (getattr(config, name) or 0) > memory: raise ValueError(f"{name} is {getattr(config, name)}: this machine has {memory} bytes")
@@ -174,6 +175,10 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     if (need := (config.max_num_seqs + checkpoints)*per_slot) > memory:
         raise ValueError(f"num_state_checkpoints is {checkpoints}: with max_num_seqs = {config.max_num_seqs} the states need {need} bytes, this machine has {memory}")
     if gpu and memory_of(usable, length) > gpu.left: raise ValueError(f"kv_memory is {config.kv_memory}: beside the weights there are {max(0, gpu.left)} bytes free on the GPU")
+    if where == "cpu" and (need := cpu_weight_bytes(tensors)) + memory_of(usable, length) > memory:
+        left = memory - need
+        raise ValueError(f"not enough memory: the weights take {need/2**30:.2f} GiB as the CPU holds them, the cache {memory_of(usable, length)/2**30:.2f}, this machine has {memory/2**30:.2f}; "
+                         + (f"kv_memory {left} would fit" if per_block and left >= memory_of(blocks_needed(length), length) else "a shorter max_model_len or a smaller quantisation of the model would be needed"))
     return replace(config, device=where, gemm_backend=gemm, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
                    host_cache_memory=config.host_cache_memory if config.enable_prefix_caching else 0,
                    num_threads=config.num_threads or num_cores(), kv_memory=memory_of(usable, length) or None, rope_freq_base=config.rope_freq_base or None)

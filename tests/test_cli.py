@@ -70,6 +70,9 @@ def test_probe_says_that_a_gpu_is_emulated():
     assert "emulated, as sm_90: kernels run on the processor, for tests; nothing is measured" in told and "auto         device cpu" in told
     wrong = cli("probe", "--quick", LITERATE_GPU="h200")
     assert wrong.returncode == 0 and "none: LITERATE_GPU=h200: expected real, emulated" in wrong.stdout
+    for value in ("h200", "emulated:", "emulated:60"):
+        refused = cli("generate", str(fixture("llama.gguf")), "a", LITERATE_GPU=value)
+        assert refused.returncode == 2 and f"LITERATE_GPU={value}: expected real, emulated" in refused.stderr
 
 
 def test_inspect(smollm2):
@@ -235,7 +238,7 @@ def test_bench_on_an_emulated_gpu_has_no_ceiling(emulated_gpu):
     done = cli("bench", "decode", str(fixture("llama.gguf")), "--device", "cuda", "--runs", "1", "--n-gen", "4", "--json", LITERATE_GPU="emulated")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
-    assert row["ours"] > 0 and row["ceiling"] is None and row["share_of_ceiling"] is None
+    assert row["device"] == "cuda (emulated)" and row["ours"] > 0 and row["ceiling"] is None and row["share_of_ceiling"] is None
 
 
 def test_probe_says_that_a_compiler_is_missing(tmp_path):

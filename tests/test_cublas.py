@@ -303,7 +303,7 @@ def test_who_is_chosen(monkeypatch):
             m.setattr(cublas, "cublas_version", lambda: "13.1.0")
             assert choose_gemm() == ("mixed", ["products of 256 rows and more are done by cuBLAS (13.1.0)"]) and choose_gemm("own") == ("own", [])
             m.setattr(cublas, "cublas_version", lambda: (_ for _ in ()).throw(CudaError("not here")))
-            assert choose_gemm() == ("own", [])
+            assert choose_gemm() == ("own", ["products of 256 rows and more would be faster with the library: not here"]) and choose_gemm("own") == ("own", [])
             with pytest.raises(CudaError, match="not here"): choose_gemm("mixed")
         assert workspace_bytes(device()) == ((32 if arch >= 90 else 4) << 20)
     monkeypatch.setenv("LITERATE_GPU", "emulated:75")
