@@ -37,7 +37,7 @@ def bf16_ref(x: np.ndarray) -> np.ndarray:
     u = x.view(np.uint32)
     return (u + 0x7fff + (u >> 16 & 1) & 0xffff0000).astype(np.uint32).view(np.float32)
 
-# %% ../nbs/16_gemm_gpu.ipynb #65e82d9d
+# %% ../nbs/16_gemm_gpu.ipynb #980bae95
 MANY = {**dict.fromkeys(GPU_FORMATS, 33), **dict.fromkeys(HALVES, 5)}     # rows from which this chapter's kernels are used
 
 def act_for(type_name: str, m: int, arch: int) -> str:
@@ -60,7 +60,7 @@ def half_buffers(m: int, k: int, type_name: str, x=None) -> HalfActs:
     cp = cupy()
     if type_name not in HALVES: raise ValueError(f"16-bit activations: expected F16 or BF16, got {type_name}")
     if k % 8: raise ValueError(f"16-bit activations have a multiple of 8 columns, got {k}")
-    unit = next(u for u in (2, 4, 8, 16) if m <= 8*u or u == 16)                       # octets that a tile takes at once
+    unit = next(u for u in (2, 4, 16) if m <= 8*u or u == 16)                       # octets that a tile takes at once
     octets, parts = -(-m//(8*unit))*unit, 1 + (m <= 32)
     return HalfActs(type_name, m, k, x, cp.empty((-(-k//128)*4, parts, octets, 4, 8, 8), np.uint16), cp.empty(8*octets, np.float32))
 
@@ -106,7 +106,7 @@ def half_weights_ref(
     code = np.rint((w + per(low))/np.where(per(scale) == 0, 1, per(scale)))
     return ((code*per(half(scale)) - per(half(low))).astype(np.float16).astype(np.float64)/RAISE).astype(np.float32)[:, :k]
 
-# %% ../nbs/16_gemm_gpu.ipynb #e5fc091e
+# %% ../nbs/16_gemm_gpu.ipynb #09e17d1d
 def _names(arch: int) -> list[str]:
     "Every instance of gemm.cu that may be launched on this architecture."
     if arch < 80: return []
@@ -148,12 +148,12 @@ def gemm_plans(w: GpuMatrix, m: int, d: Device) -> list[GemmPlan]:
                 tiles, most = -(-w.n//rows)*-(-m//(8*octets)), max(1, min(8, w.groups//4, (32 << 20)//(4*m*w.n)))
                 for splits in {1, *(s for s in range(2, most + 1) if tiles*s <= d.num_sms*blocks)}:
                     out.append(GemmPlan(f"{kind}<{w.type}>" if wide else f"gemm<{w.type}, {octets}>", rows, 8*octets, 32*warps, stages, stages*(acts + rows//16*tile), blocks, splits))
-    return sorted(out, key=lambda p: _guess(p, w, m, d))
+    return sorted(out, key=lambda p: (d.arch == 90 and m > (64 if half else 32) and not p.kernel.startswith("gemm_wgmma"), _guess(p, w, m, d)))
 
 def _kinds(half: bool, m: int, arch: int) -> list[tuple[int, str]]:
     "Octets of rows of x in a tile, and the kernel."
     if m <= 32: return [(2 if half and m <= 16 else 4, "gemm")]
-    return [(8, "gemm"), *([(16, "gemm")] + [(16, "gemm_wgmma")]*(arch == 90))*(m > 64)]
+    return [(8, "gemm"), (16, "gemm"), *[(16, "gemm_wgmma")]*(arch == 90)]
 
 def _guess(p: GemmPlan, w: GpuMatrix, m: int, d: Device) -> float:
     "Rounds of tiles, each as long as what a multiprocessor then has to do: multiply, or read W from memory, or W and x from the cache. Unit: 2 operations for each column, at full speed."

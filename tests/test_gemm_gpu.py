@@ -140,10 +140,13 @@ def test_what_is_chosen():
             x = rows(m, 256)
             assert np.max(np.abs(gemm_gpu(cupy().asarray(x), w).get() - linear_ref(x, raw, t))/(np.abs(x) @ np.abs(dequantize(raw, t)).T)) < 1e-2           # 8-bit activations, at worst
     assert [act_for("Q6_K", m, 90) for m in (32, 33)] == ["Q8_K", "F16"] and [act_for("BF16", m, 80) for m in (4, 5, 33)] == ["F32", "BF16", "BF16"] and act_for("F16", 512, 75) == "F32"
-    a, launches = new_half_acts(cupy().asarray(rows(40, 256)))
-    with pytest.raises(ValueError, match="laid out for tiles of 64, the plan wants 128"): product(w, a, launches, next(p for p in gemm_plans(w, 70, device()) if p.tokens == 128))
+    a, launches = new_half_acts(cupy().asarray(rows(20, 256)))
+    with pytest.raises(ValueError, match="laid out for tiles of 32, the plan wants 128"): product(w, a, launches, next(p for p in gemm_plans(w, 70, device()) if p.tokens == 128))
     best, times = tune_gemm([w, w], 33, runs=1, most=2)
     assert best in times and len(times) == 2 and best in GEMM_PLANS.values()
+    few = to_gpu(matrix(48, 256, "Q8_0"), "Q8_0")
+    for v, m, kernel in ((few, 32, "gemm<"), (few, 33, "gemm_wgmma<"), (few, 200, "gemm_wgmma<"), (w, 64, "gemm<"), (w, 65, "gemm_wgmma<")): assert gemm_plans(v, m, device()._replace(arch=90))[0].kernel.startswith(kernel)
+    assert all(p.kernel.startswith("gemm<") for p in gemm_plans(w, 64, device()._replace(arch=89)))
 
 
 def test_parts_of_sums_have_an_owner():
