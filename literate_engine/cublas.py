@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'STATUS', 'SIGNATURES', 'CUBLAS', 'SCRATCH', 'R_32F', 'R_16F', 'R_16BF', 'COMPUTE_32F', 'OP_N', 'OP_T',
-           'DEFAULT', 'LONG', 'BACKENDS', 'LIBRARY', 'open_library', 'load_cublas', 'blas', 'cublas_version', 'RowActs',
-           'row_buffers', 'prepare_row_acts', 'slices', 'workspace_bytes', 'Handle', 'CublasProduct', 'CublasGemm',
-           'OwnGemm', 'MixedGemm', 'gemm_room', 'choose_gemm']
+           'DEFAULT', 'LONG', 'BACKENDS', 'BY_LIBRARY', 'LIBRARY', 'open_library', 'load_cublas', 'blas',
+           'cublas_version', 'RowActs', 'row_buffers', 'prepare_row_acts', 'slices', 'workspace_bytes', 'Handle',
+           'CublasProduct', 'CublasGemm', 'OwnGemm', 'MixedGemm', 'gemm_room', 'choose_gemm']
 
 # %% ../nbs/17_cublas.ipynb #c543d182
 import ctypes, functools, sys, weakref
@@ -193,7 +193,7 @@ class CublasGemm:
         if self.handle: self.handle.close()
         self.handle, self.scratch = None, None
 
-# %% ../nbs/17_cublas.ipynb #a618aa02
+# %% ../nbs/17_cublas.ipynb #6cb5427d
 class OwnGemm:
     "Products of many rows by the kernels of chapter 16, for one program."
     def __init__(self): self.parts = PartSums()
@@ -219,6 +219,7 @@ class MixedGemm:
         self.library.close()
 
 BACKENDS: dict[str, Callable] = {"own": OwnGemm, "cublas": CublasGemm, "mixed": MixedGemm}
+BY_LIBRARY = ("cublas", "mixed")         # those that need it
 LIBRARY = 80 << 20    # bytes of a GPU that the library keeps for itself, beside its workspace (a little more than was seen)
 
 def gemm_room(backend: str) -> dict[str, int]:
@@ -226,7 +227,7 @@ def gemm_room(backend: str) -> dict[str, int]:
     own, library = {"parts of sums": part_bytes(device())}, {"cuBLAS": SCRATCH + workspace_bytes(device()) + LIBRARY}
     return {"own": own, "cublas": library, "mixed": own | library}[backend]
 
-# %% ../nbs/17_cublas.ipynb #240e606e
+# %% ../nbs/17_cublas.ipynb #1534d418
 def choose_gemm(
     wish: str = "auto",       # "auto" or a key of BACKENDS
     exact: bool = False,      # float32 activations
@@ -238,7 +239,7 @@ def choose_gemm(
     if not old and (wish == "own" or wish == "auto" and emulated_arch()): return "own", []
     try: version = cublas_version()
     except CudaError as e:
-        if wish in ("cublas", "mixed"): raise
+        if wish in BY_LIBRARY: raise
         version, lacks = "", str(e)
     else: lacks = f"gemm_backend is 'own' and not 'cublas' ({version})"*(wish == "own")
     if lacks: return "own", [f"products of more than 32 rows are done 32 rows at a time: {old}, and {lacks}" if old else f"products of {LONG} rows and more would be faster with the library: {lacks}"]

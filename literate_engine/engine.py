@@ -6,7 +6,7 @@
 __all__ = ['log', 'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'Flight', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #4e0a1080
+# %% ../nbs/43_engine.ipynb #521228f3
 import logging
 import queue
 import threading
@@ -36,7 +36,7 @@ from .scripted import ScriptedModel, byte_tokenizer
 from .settings import MIN_ROWS, EngineConfig, blocks_that_fit, resolve, which_device
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer
 from .topk_gpu import Ask, Candidates, LogitRows
-from .memory_gpu import gpu_facts, gpu_memory_held
+from .memory_gpu import gpu_memory_held, why_no_gpu
 from .recorder import cpu_weight_bytes
 
 # %% ../nbs/43_engine.ipynb #6d7a17d5
@@ -518,7 +518,7 @@ def _load(self, path, cache_salt: str = "") -> list[int]:     # the saved text; 
 
 Engine._between_steps, Engine._identity, Engine.save_state, Engine.load_state = _between_steps, _identity, _save, _load
 
-# %% ../nbs/43_engine.ipynb #323e5c2c
+# %% ../nbs/43_engine.ipynb #291196d0
 @without_gc()
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
     "Open a model file and load it as configured."
@@ -528,7 +528,7 @@ def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, Engin
     needs = model_config.tensors()
     tensors = [t for name, t in file.tensors.items() if name in needs]
     device, why = which_device(config, model_config, tensors)
-    note = [f"device {device}: {why}"] if config.device == "auto" and (device == "cuda" or gpu_facts(False)[0]) else []       # that there is no GPU is no news
+    note = [f"device {device}: {why}"] if config.device == "auto" and (device == "cuda" or not why_no_gpu()) else []       # that there is no GPU is no news
     config = resolve(replace(config, device=device), model_config, tensors)
     if device == "cpu" and (need := cpu_weight_bytes(tensors)) > (free := available_memory()): log.warning("%s: the weights take %.1f GiB, %.1f are free: the system may end this process", path, need/2**30, free/2**30)
     as_configured = {k: getattr(config, k) for k in ("device", "activations", "gemm_backend", "kv_type", "kv_type_v", "num_threads", "max_model_len", "max_num_batched_tokens",

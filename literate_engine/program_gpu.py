@@ -6,9 +6,9 @@
 __all__ = ['COLUMN_READERS', 'PRODUCTS', 'QUANTISING', 'MAX_SHAPES', 'PROGRAM', 'ACT_NAMES', 'BUILD', 'GpuVector', 'GpuWeight',
            'GpuWeights', 'GpuRecorder', 'readers', 'fuse_norms', 'fuse_rope', 'fuse_store', 'fuse_attention',
            'merge_linears', 'fuse_sums', 'own_rows', 'fuse', 'bucket', 'Bucket', 'pinned', 'StepArrays', 'GpuProgram',
-           'GpuStep', 'profile_gpu', 'work_gpu']
+           'GpuStep']
 
-# %% ../nbs/30_program_gpu.ipynb #60fd1daa
+# %% ../nbs/30_program_gpu.ipynb #c477670a
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,9 +18,8 @@ import numpy as np
 
 from .attention_gpu import AttentionScratch, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store, prepare_rope_attention, prepare_rope_store, takes_raw, tile_tokens
 from .cublas import BACKENDS, RowActs
-from .cuda import CudaError, CudaModule, Graph, Launch, bench_gpu, cupy, device
+from .cuda import CudaError, CudaModule, Graph, Launch, cupy, device
 from .gemm_gpu import HalfActs
-from .kvcache import kv_bytes_per_block
 from .linear_gpu import HALVES, PLANS, Acts, GpuMatrix, OwnRow, act_buffers, first_plan, is_tuned, load_plans, own_plans, prepare, prepare_acts, save_plans, tune
 from .ops import ACTS
 from .ops_gpu import (prepare_activate, prepare_add, prepare_embed, prepare_gated, prepare_heads, prepare_join_heads, prepare_layer_norm, prepare_rms_norm,
@@ -546,35 +545,3 @@ BUILD = {"linear": _linear, "linear_add": _linear, "rms_norm": _rms_norm, "layer
          "take_rows": lambda step, out, x, rows, width: prepare_take_rows(step.array(out), step.array(x), step.numbers.out_rows),
          "take_columns": lambda step, out, x, width, wide, first: prepare_take_columns(step.array(out), step.array(x), first),
          "join_heads": lambda step, out, a, b, n_head, *_: prepare_join_heads(step.array(out), step.array(a), step.array(b), n_head)}
-
-# %% ../nbs/30_program_gpu.ipynb #1ab3315a
-def profile_gpu(step: GpuStep, runs: int = 9) -> dict[str, float]:
-    "Seconds on the GPU of each kind of launch in a step, all launches of a kind one after the other in a graph of their own; `step` is the whole graph"
-    kinds = {}
-    for at, launch in step.launches: kinds.setdefault("select" if at is None else step.program.code[at].op, []).append(launch)
-    graphs = {kind: Graph(lambda launches=launches: [one() for one in launches]) for kind, launches in kinds.items()}
-    return {kind: float(np.median(t)) for kind, t in bench_gpu({"step": step.graph, **graphs}, runs=runs).items()}
-
-# %% ../nbs/30_program_gpu.ipynb #ec6eea17
-def work_gpu(step: GpuStep) -> dict[str, tuple[int, int]]: # kind of launch -> bytes, floating-point operations
-    """What no kernel can do without in the step that was sent last: its matrices once, the keys and values that each sequence sees once; the multiplications and additions of its tokens.
-    Rows count as no bytes: the launch before wrote them, and the cache of the GPU still has most of them"""
-    program, arrays, out = step.program, step.arrays, {"select": (0, 0)}
-    starts, lens = (arrays.hosts[arrays.turn][arrays.places[name]].astype(np.int64) for name in ("query_start_loc", "seq_lens"))
-    new, num_tokens = np.diff(starts), int(starts[-1])                    # rows and sequences that only fill the bucket have no tokens
-    seen = np.arange(num_tokens) + np.repeat(lens - new - starts[:-1], new) + 1
-    for at in dict.fromkeys(at for at, _ in step.launches if at is not None):
-        i, nbytes, flops = program.code[at], 0, 0
-        rows = num_tokens if i.rows == "tokens" else arrays.num_out
-        if i.op in PRODUCTS:
-            w = i.operands[2]
-            nbytes, flops = w.matrix.nbytes, 2*w.n*w.k*rows
-        elif i.op == "embed": nbytes = i.operands[1].matrix.nbytes*rows//i.operands[1].n
-        elif i.op in ("attention", "rope_attention"):
-            kv, l = i.operands[2 if i.op == "attention" else 10], i.operands[-2]
-            reach = l.window or program.max_len
-            nbytes = kv_bytes_per_block([kv.spec], kv.cache.kv_type, kv.cache.kv_type_v)//kv.cache.block_size*int(np.minimum(lens, new + reach - 1)[new > 0].sum())
-            flops = 2*l.n_head*(l.head_dim_k + l.head_dim_v)*int(np.minimum(seen, reach).sum())
-        total = out.get(i.op, (0, 0))
-        out[i.op] = total[0] + nbytes, total[1] + flops
-    return out

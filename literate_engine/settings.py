@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_TOKENS', 'MIN_ROWS', 'ON_A_GPU', 'EngineConfig',
-           'config_of', 'no_gpu_kernels', 'which_device', 'which_gemm', 'GpuRoom', 'gpu_room', 'blocks_that_fit',
-           'resolve']
+           'config_of', 'no_gpu_kernels', 'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve']
 
-# %% ../nbs/42_settings.ipynb #2a8026b0
+# %% ../nbs/42_settings.ipynb #05bb32ae
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -18,7 +17,7 @@ from .attention_gpu import scratch_bytes
 from .blocks import BLOCK_SIZE, blocks_needed
 from .config import ModelConfig
 from .core import num_cores, physical_memory
-from .cublas import BACKENDS, choose_gemm, gemm_room
+from .cublas import BACKENDS, BY_LIBRARY, choose_gemm, gemm_room
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
 from .emulator import emulated_arch
@@ -26,7 +25,7 @@ from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import cpu_weight_bytes, state_shapes
 from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
 
-# %% ../nbs/42_settings.ipynb #a4306724
+# %% ../nbs/42_settings.ipynb #44bfd99b
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     "How to run a model; None = chosen when the model is known (see `resolve`). ValueError names the field."
@@ -63,7 +62,7 @@ class EngineConfig:
             if self.activations == "float32" and getattr(self, name) not in (None, "f32"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: activations 'float32', the exact mode, needs 'f32'")
         for name, value, why in (("device", ("cpu", "ref"), "it needs 'cuda'"), ("activations", ("float32",), "the exact mode has no products for it")):
-            if self.gemm_backend in ("cublas", "mixed") and getattr(self, name) in value: raise ValueError(f"gemm_backend is {self.gemm_backend!r}: {name} is {getattr(self, name)!r}, {why}")
+            if self.gemm_backend in BY_LIBRARY and getattr(self, name) in value: raise ValueError(f"gemm_backend is {self.gemm_backend!r}: {name} is {getattr(self, name)!r}, {why}")
 
 # %% ../nbs/42_settings.ipynb #82abf117
 _CHOICES = {"device": ("auto", "cuda", "cpu", "ref"), "activations": ("int8", "float32"), "gemm_backend": ("auto", *BACKENDS), "kv_type": (None, *KV_TYPES), "kv_type_v": (None, *KV_TYPES),
@@ -93,7 +92,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #49b3da2a
+# %% ../nbs/42_settings.ipynb #997dda9d
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -116,14 +115,6 @@ def which_device(config: EngineConfig, model: ModelConfig, tensors) -> tuple[str
     except CudaError as e: raise ValueError(str(e)) from None               # a wish that is misspelt
     return ("cpu", lacks) if lacks else choose_device(weight_bytes(tensors))
 
-def which_gemm(config: EngineConfig, device: str) -> str:                # ValueError if it cannot be the one that is asked for
-    "Who multiplies many rows on this device."
-    if device == "cuda":
-        try: return choose_gemm(config.gemm_backend, config.activations == "float32")[0]
-        except CudaError as e: raise ValueError(f"gemm_backend is {config.gemm_backend!r}: {e}") from None
-    if config.gemm_backend in ("cublas", "mixed"): raise ValueError(f"gemm_backend is {config.gemm_backend!r}: the device is {device!r}, cuBLAS needs a GPU")
-    return "own"
-
 class GpuRoom(NamedTuple):
     "Bytes on a GPU."
     fixed: dict[str, int]     # what is needed beside the cache
@@ -144,8 +135,10 @@ def blocks_that_fit(model: ModelConfig, kv_types: tuple[str, str], memory: int, 
 
 def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfig:     # tensors: the file's, of which the device must hold a copy
     "What will be in effect for this model; ValueError if the wishes contradict each other."
-    where = which_device(config, model, tensors)[0]
-    gemm = which_gemm(config, where)
+    config = replace(config, device=which_device(config, model, tensors)[0])                # which contradicts some wishes
+    where = config.device
+    try: gemm = choose_gemm(config.gemm_backend, config.activations == "float32")[0] if where == "cuda" else "own"
+    except CudaError as e: raise ValueError(f"gemm_backend is {config.gemm_backend!r}: {e}") from None
     batched = config.max_num_batched_tokens or BATCHED_TOKENS[where]
     step = min(config.long_prefill_token_threshold or -(-batched//2), batched)
     kv_type = config.kv_type or ("f32" if config.activations == "float32" or where == "ref" else "f16")
@@ -179,6 +172,6 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
         left = memory - need
         raise ValueError(f"not enough memory: the weights take {need/2**30:.2f} GiB as the CPU holds them, the cache {memory_of(usable, length)/2**30:.2f}, this machine has {memory/2**30:.2f}; "
                          + (f"kv_memory {left} would fit" if per_block and left >= memory_of(blocks_needed(length), length) else "a shorter max_model_len or a smaller quantisation of the model would be needed"))
-    return replace(config, device=where, gemm_backend=gemm, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
+    return replace(config, gemm_backend=gemm, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
                    host_cache_memory=config.host_cache_memory if config.enable_prefix_caching else 0,
                    num_threads=config.num_threads or num_cores(), kv_memory=memory_of(usable, length) or None, rope_freq_base=config.rope_freq_base or None)

@@ -4,6 +4,7 @@ import weakref
 
 import numpy as np
 import pytest
+from gpu_arrays import first_prompt, gpu, load
 
 from literate_engine import LLM, EngineConfig, cublas, settings
 from literate_engine.config import ModelConfig
@@ -23,7 +24,6 @@ rng = np.random.default_rng(0)
 def matrix(n, k, t): return quantize((rng.standard_normal((n, k))*np.exp(rng.standard_normal((n, 1)))*0.1).astype(np.float32), t)
 def rows(m, k): return (rng.standard_normal((m, k))*np.exp(2*rng.standard_normal((m, 1)))).astype(np.float32)
 def kind(t): return "BF16" if t == "BF16" else "F16"
-def gpu(a): return cupy().asarray(a)
 def block(t): return max(32, QUANT_TYPES[t].block_size)
 def wide(u, t): return (u.astype(np.uint32) << 16).view(np.float32) if t == "BF16" else u.view(np.float16).astype(np.float32)
 
@@ -221,13 +221,11 @@ def test_what_the_library_refuses(monkeypatch):
 
 NAMES = ["llama", "gemma3", "gemma4", "qwen3", "olmo2", "starcoder2", "cohere2"]
 
-def load(name, **options): return Model(fixture(f"{name}.gguf"), max_model_len=160, max_num_seqs=64, max_num_batched_tokens=128, **{"device": "cuda", "num_kv_blocks": 60} | options)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program(name):
     "The logits of other implementations, as with kernels of our own; and products of the library, where there are many rows"
-    want = np.load(fixture(f"{name}.npz"))
-    ids, logits = want["p1_ids"].tolist(), want["p1_logits_torch" if "p1_logits_torch" in want else "p1_logits"]
+    ids, logits = first_prompt(name)
     model = load(name, gemm_backend="cublas")
     got = prompt_logits(model, ids)
     assert rel_err(got, logits) < (8e-2 if "gemma4" in name else 5e-3)
@@ -260,8 +258,7 @@ def test_a_program_with_quantised_weights(t, tmp_path, monkeypatch):
 def test_long_prompts_alone(monkeypatch):
     "Fewer rows than LONG are done by kernels of ours, more by the library, in one program"
     monkeypatch.setattr(cublas, "LONG", 64)
-    want = np.load(fixture("llama.npz"))
-    ids, logits = want["p1_ids"].tolist(), want["p1_logits_torch" if "p1_logits_torch" in want else "p1_logits"]
+    ids, logits = first_prompt("llama")
     with LLM(fixture("llama.gguf"), device="cuda", max_model_len=320, max_num_batched_tokens=160, long_prefill_token_threshold=160, gemm_backend="mixed") as llm:
         assert rel_err(llm.logits(ids), logits) < 5e-3
         long = (ids*20)[:160]
@@ -275,8 +272,7 @@ def test_an_older_card(monkeypatch):
     "Without a wish the library does it, and says so; without the library 32 rows at a time, and says so, with what would help"
     if device().name != "emulated": pytest.skip("a real GPU")
     monkeypatch.setenv("LITERATE_GPU", "emulated:75")
-    want = np.load(fixture("llama.npz"))
-    ids, logits, kernels = want["p1_ids"].tolist(), want["p1_logits_torch" if "p1_logits_torch" in want else "p1_logits"], []
+    (ids, logits), kernels = first_prompt("llama"), []
     def run():
         with LLM(fixture("llama.gguf"), device="cuda", max_model_len=160) as llm:
             assert rel_err(llm.logits(ids), logits) < 5e-3
@@ -334,7 +330,7 @@ def test_settings(monkeypatch):
     assert resolve(EngineConfig(device="cpu"), config).gemm_backend == resolve(EngineConfig(device="cpu", gemm_backend="own"), config).gemm_backend == "own"
     if device().name != "emulated": return
     monkeypatch.setenv("LITERATE_GPU", "emulated")
-    with pytest.raises(ValueError, match="gemm_backend is 'cublas': the device is 'cpu'"): resolve(EngineConfig(gemm_backend="cublas"), config)           # auto never means the emulator
+    with pytest.raises(ValueError, match="gemm_backend is 'cublas': device is 'cpu', it needs 'cuda'"): resolve(EngineConfig(gemm_backend="cublas"), config)           # auto never means the emulator
     assert resolve(EngineConfig(device="cuda", gemm_backend="cublas"), config).gemm_backend == "cublas" and resolve(EngineConfig(device="cuda"), config).gemm_backend == "own"
     def nowhere(): raise CudaError("cuBLAS is not here: `pip install nvidia-cublas`")
     monkeypatch.setattr(cublas, "load_cublas", nowhere)

@@ -6,9 +6,8 @@ import pytest
 from literate_engine.config import ModelConfig
 from literate_engine.core import fixture
 from literate_engine.gguf import GGUFFile
-from literate_engine.gpu_report import measure_model, random_dense, speeds
+from literate_engine.gpu_report import measure_model, random_dense, speeds, work_gpu
 from literate_engine.model import Model
-from literate_engine.program_gpu import work_gpu
 
 SMALL = dict(arch="qwen3", fmt="Q4_K", more="Q6_K", n_layer=3, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, head_dim=64, n_vocab=1024)
 PRODUCTS = ("linear", "linear_add")

@@ -6,7 +6,7 @@ import queue
 
 import numpy as np
 import pytest
-from gpu_arrays import emulated
+from gpu_arrays import emulated, first_prompt, load
 
 from literate_engine import LLM, EngineConfig, SamplingParams, settings
 from literate_engine.blocks import CacheHandle
@@ -29,14 +29,10 @@ NAMES = ["cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "gemma4ple", "gran
 ROUNDED_KEYS = {"gemma4": 8e-2, "gemma4ple": 8e-2}     # keys and values in float16 move these logits so far, on a CPU as well: scores are not scaled down
 
 
-def load(name, **options): return Model(fixture(f"{name}.gguf"), max_model_len=160, max_num_seqs=64, max_num_batched_tokens=128, **{"device": "cuda", "num_kv_blocks": 60} | options)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_fixture(name):
     "float32 mode: whole, in pieces, in company; the mode that is fast: near it"
-    want = np.load(fixture(f"{name}.npz"))
-    ids, logits = want["p1_ids"].tolist(), want["p1_logits_torch" if "p1_logits_torch" in want else "p1_logits"]
+    ids, logits = first_prompt(name)
     apart = 1e-4 if "gemma4" in name else 1e-5
     exact = load(name, activations="float32")
     whole = prompt_logits(exact, ids)
