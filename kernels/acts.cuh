@@ -12,13 +12,14 @@ struct Planes { u32* q; float *d, *s; u32* m; };
 __device__ __forceinline__ u32 code_at(int g, int row, int pair, int t, int rows) {         // in 16 bytes
   return rows == 1 ? (g * 2 + pair) * 4 + t : ((g * (rows >> 3) + (row >> 3)) * 2 + pair) * 32 + (row & 7) * 4 + t;
 }
-// A warp has a unit of a row: 128 values, 4 of each lane, or SUPER twice that. Their codes, those of a lane side by side, and the scale of the lane's block
+// A warp has a unit of a row: 128 values, 4 of each lane, or SUPER twice that. Their codes, those of a lane side by side, and the scale of the lane's block.
+// A NaN has no code: it becomes the scale, and with it every product
 template <bool SUPER> __device__ __forceinline__ float quantise(const float (*v)[4], u32 (&codes)[SUPER ? 2 : 1]) {
   constexpr int H = SUPER ? 2 : 1;
   float top = 0;
 #pragma unroll
-  for (int i = 0; i < H; i++) top = fmaxf(top, fmaxf(fmaxf(fabsf(v[i][0]), fabsf(v[i][1])), fmaxf(fabsf(v[i][2]), fabsf(v[i][3]))));
-  top = warp_max<SUPER ? 32 : 8>(top);
+  for (int i = 0; i < H; i++) top = max_nan(top, max_nan(max_nan(fabsf(v[i][0]), fabsf(v[i][1])), max_nan(fabsf(v[i][2]), fabsf(v[i][3]))));
+  top = warp_max_nan<SUPER ? 32 : 8>(top);
   float inverse = top > 1e-30f ? divide(127.f, top) : 0.f;
 #pragma unroll
   for (int i = 0; i < H; i++) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ void store_quantized(const float (*v)[4], const Plane
 }
 
 __device__ __forceinline__ float act_of(float g, int act) {         // the index in ops.ACTS
-  float r = fmaxf(g, 0.f), z = act == 1 ? g * fmaf(g * g, 0.0713548163f, 1.5957691216f) : g;
+  float r = max_nan(g, 0.f), z = act == 1 ? g * fmaf(g * g, 0.0713548163f, 1.5957691216f) : g;
   float v = (act == 3 ? 1.f : g) * rcp_approx(1.f + exp2_approx(z * -1.4426950409f));
   return act == 2 ? r * r : v;
 }

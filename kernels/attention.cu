@@ -37,9 +37,12 @@ __device__ __forceinline__ void store_numbers(char* to, int type, int width, int
   if (type == F32) { if (i < width) ((float*)numbers)[i] = x; }
   else if (type == F16) { if (i < width) ((u16*)numbers)[i] = float_half(x); }
   else {
-    float top = warp_max(fabsf(x)), d;
+    float top = warp_max_nan(fabsf(x)), d;
     if (type == Q8) d = __fdiv_rn(top, 127.f);
-    else d = __fdiv_rn(__shfl_sync(~0u, x, __ffs(__ballot_sync(~0u, fabsf(x) == top)) - 1), -8.f);      // the first of the largest, with its sign
+    else {                                        // the first of the largest, with its sign; NaN is equal to none
+      u32 tops = __ballot_sync(~0u, fabsf(x) == top);
+      d = tops ? __fdiv_rn(__shfl_sync(~0u, x, __ffs(tops) - 1), -8.f) : top;
+    }
     float y = __fmul_rn(x, fabsf(d) < 1.17549435e-38f ? 0.f : __fdiv_rn(1.f, d));
     int code = type == Q8 ? (int)away(y) : min(15, max(0, (int)(y + 8.5f)));
     int other = __shfl_down_sync(~0u, code, 16);

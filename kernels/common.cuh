@@ -20,6 +20,12 @@ template <int WIDTH = 32> __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
+template <int WIDTH = 32> __device__ __forceinline__ float warp_max_nan(float v) {      // not a number, if one of them is
+#pragma unroll
+  for (int o = WIDTH / 2; o; o >>= 1) v = max_nan(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
 // a / b as `/` rounds it, without the branch for results and divisors at the ends of the range of floats; inverse is 1 / b, rounded
 __device__ __forceinline__ float quotient(float a, float b, float inverse) { float q = __fmul_rn(a, inverse); return fmaf(fmaf(-b, q, a), inverse, q); }
 __device__ __forceinline__ float divide(float a, float b) { float r = rcp_approx(b); return quotient(a, b, fmaf(r, fmaf(-b, r, 1.f), r)); }

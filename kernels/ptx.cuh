@@ -74,6 +74,12 @@ INLINE u32 float2_bf162(float lo, float hi) { return float_bf16(lo) | (u32)float
 INLINE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 INLINE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 INLINE float rsqrt_approx(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#if __CUDA_ARCH__ >= 800
+// The larger one; not a number, if one of them is, where fmaxf would take the other
+INLINE float max_nan(float a, float b) { float d; asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
+#else
+INLINE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+#endif
 
 // Tensor cores, a warp at a time, lane 4g + t. A [16][k] row by row: a0 row g, a1 row g + 8, columns 4t.. of words (8-bit), 2t, 2t+1 (16-bit); a2, a3 the same in the right half of k.
 // B [k][8]: column g, rows as A's columns. C [16][8]: c0, c1 row g, columns 2t, 2t + 1; c2, c3 row g + 8.
@@ -186,6 +192,7 @@ INLINE u32 float2_bf162(float lo, float hi) { return float_bf16(lo) | (u32)float
 INLINE float exp2_approx(float x) { return exp2f(x); }
 INLINE float rcp_approx(float x) { return 1 / x; }
 INLINE float rsqrt_approx(float x) { return rsqrtf(x); }
+INLINE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 
 INLINE void mma_half(float (&c)[4], u32 a0, u32 a1, u32 b0) { u32 a[] = {a0, a1}, b[] = {b0}; c[0] = c[1] = c[2] = c[3] = 0; emu::mma(emu::F16_8, c, a, b); }
 INLINE void mma_1688_f16(float (&c)[4], u32 a0, u32 a1, u32 b0) { u32 a[] = {a0, a1}, b[] = {b0}; emu::mma(emu::F16_8, c, a, b); }

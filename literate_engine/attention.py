@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['attention_ref', 'attention_scratch_bytes', 'op_name', 'head_bytes', 'attention_call', 'attention_cpu', 'kv_store_cpu']
 
-# %% ../nbs/21_attention.ipynb #734711db
+# %% ../nbs/21_attention.ipynb #aea12bdd
 import ctypes, threading
 from functools import partial
 
@@ -15,8 +15,8 @@ from .native import ISA
 from .ops import padded_rows
 from .cpu_ops import WORDS, named, op_address, operand_word, own_row
 from .simd import (
-    as_f64, f32_at, f32v, first_lanes, fma, get_f16, hmax, hsum, i64_at, jit, load_f16x16, load_f32x16, load_i8i32x16, load_u8i32x16, prefetch, put_f16, store, store_i8,
-    tile_add_scaled, tile_add_sums, tile_f32, tile_fma, tiles_store, to_f32, to_i32, u8_at, vabs, vdiv, vexp, vmax, vmin)
+    as_f64, f32_at, f32v, first_lanes, fma, get_f16, hmax, hmax_abs, hsum, i64_at, jit, load_f16x16, load_f32x16, load_i8i32x16, load_u8i32x16, prefetch, put_f16, store, store_i8,
+    tile_add_scaled, tile_add_sums, tile_f32, tile_fma, tiles_store, to_f32, to_i32, u8_at, vdiv, vexp, vmax, vmax_abs, vmin)
 
 # %% ../nbs/21_attention.ipynb #a662122b
 def attention_ref(
@@ -469,7 +469,7 @@ def _merge(tid, n, I, S):
 
 named("merge_attention", _merge, globals())
 
-# %% ../nbs/21_attention.ipynb #64549c96
+# %% ../nbs/21_attention.ipynb #52545bbb
 def _put_numbers(put, size):
     "Write n numbers of x from o on into the head that begins at byte `base`; step: 16 for keys, 1 for values."
     @jit
@@ -502,7 +502,7 @@ def _put_codes(bits):
         for g in range(G):
             m = min(32, n - g*32)
             u, v = _group(x, o + g*32, m, tmp)
-            d = hmax(vmax(vabs(u), vabs(v)))
+            d = hmax_abs(vmax_abs(u, v))
             if bits == 8: d = d/np.float32(127)
             else:
                 for i in range(m):

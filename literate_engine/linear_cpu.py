@@ -11,16 +11,16 @@ __all__ = ['LAYOUTS', 'ROWS', 'TILE', 'HALF', 'AHEAD', 'PLAIN', 'BLOCKS', 'TINY'
            'int8_super', 'affine', 'exact', 'plain_values', 'group_bytes', 'linear_op', 'embed_op', 'name_ops',
            'LinearFormat', 'share_op', 'linear_cpu']
 
-# %% ../nbs/13_linear_cpu.ipynb #4e54f25e
+# %% ../nbs/13_linear_cpu.ipynb #1fd7fbfc
 from dataclasses import dataclass
 from functools import partial
 import numpy as np
 from .linear import ACT_OF
 from .cpu_ops import columns, cpu_op, named, op_rows, own_row, run_op
 from .simd import (
-    ISA, as_f64, byte_f32, f32_at, f32v, fma, hmax, hsum_i32, i8_at, i32_at, i64_at, jit, lane, load_bf16x16, load_f16x16, load_f32x16, load_i8i32x16,
+    ISA, as_f64, byte_f32, f32_at, f32v, fma, hmax_abs, hsum_i32, i8_at, i32_at, i64_at, jit, lane, load_bf16x16, load_f16x16, load_f32x16, load_i8i32x16,
     load_u8x64, pair_sums, prefetch_lines, shift_pairs, store_i8, tile_dot, tile_dot_i8, tile_dots, tile_dots_i8, tile_f32, tile_fma, tile_fma_codes,
-    tile_fma_dot, tile_i32, tile_imul_x, tile_scaled, tile_store, tile_total, to_f32, to_i32, u8_at, vabs, vmax, vrint)
+    tile_fma_dot, tile_i32, tile_imul_x, tile_scaled, tile_store, tile_total, to_f32, to_i32, u8_at, vmax_abs, vrint)
 
 # %% ../nbs/13_linear_cpu.ipynb #c17d8df1
 @jit
@@ -226,26 +226,26 @@ def q8_1_row(a, K): return i8_at(a), f32_at(a + K), f32_at(a + K + K//8), i32_at
 @jit
 def q8_k_row(a, K): return i8_at(a), f32_at(a + K), i32_at(a + K + K//64), i32_at(a + K + K//64 + K//4)
 
-# %% ../nbs/13_linear_cpu.ipynb #b3315a41
+# %% ../nbs/13_linear_cpu.ipynb #ae5217c9
 @jit
 def quantize_q8_1(x, o, K, row):
     q, scale, mean, sums = row
     for i in range(K//32):
         a, b = load_f32x16(x, o+i*32), load_f32x16(x, o+i*32+16)
-        top = hmax(vmax(vabs(a), vabs(b)))
+        top = hmax_abs(vmax_abs(a, b))
         r = f32v(np.float32(127.)/top if top > TINY else np.float32(0.)); d = top/np.float32(127.)
         a, b = to_i32(vrint(a*r)), to_i32(vrint(b*r))
         store_i8(q, i*32, a); store_i8(q, i*32+16, b)
         scale[i] = d; mean[i] = d*np.float32(hsum_i32(a+b)); sums[i] = pair_sums(a+b)
 
-# %% ../nbs/13_linear_cpu.ipynb #c72133eb
+# %% ../nbs/13_linear_cpu.ipynb #764f14a0
 @jit
 def quantize_q8_k(x, o, K, row):
     q, scale, sums, sums32 = row
     for i in range(K//256):
         top = f32v(0.)
-        for j in range(0, 256, 16): top = vmax(top, vabs(load_f32x16(x, o+i*256+j)))
-        m = hmax(top); r = f32v(np.float32(127.)/m if m > TINY else np.float32(0.)); scale[i] = m/np.float32(127.)
+        for j in range(0, 256, 16): top = vmax_abs(top, load_f32x16(x, o+i*256+j))
+        m = hmax_abs(top); r = f32v(np.float32(127.)/m if m > TINY else np.float32(0.)); scale[i] = m/np.float32(127.)
         for j in range(0, 256, 32):
             a, b = to_i32(vrint(load_f32x16(x, o+i*256+j)*r)), to_i32(vrint(load_f32x16(x, o+i*256+j+16)*r))
             store_i8(q, i*256+j, a); store_i8(q, i*256+j+16, b); k = i*8 + j//32

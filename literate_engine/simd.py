@@ -6,12 +6,13 @@
 __all__ = ['I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'F64', 'f32x16', 'i32x16', 'i16x32', 'u8x64', 'DOTS', 'BIAS', 'f32_at',
            'u8_at', 'i8_at', 'i16_at', 'u16_at', 'i32_at', 'i64_at', 'Vec', 'word', 'load_f32x16', 'load_u8x64',
            'load_f16x16', 'load_bf16x16', 'load_u8i32x16', 'load_i8i32x16', 'store', 'store_f16', 'store_i8', 'put_f16',
-           'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin', 'vdiv',
-           'first_lanes', 'hsum', 'hmax', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp', 'tile_f32', 'tile_i32', 'tile_fma',
-           'tile_add_scaled', 'tile_store', 'tiles_store', 'tile_add_sums', 'tile_dots', 'tile_dot', 'tile_total',
-           'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'load_table', 'lookup', 'load_nibbles', 'load_e8m0x16',
-           'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32', 'shift_pairs', 'prefetch_lines',
-           'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause', 'barrier']
+           'get_f16', 'prefetch', 'f32v', 'i32v', 'to_f32', 'to_i32', 'fma', 'vabs', 'vrint', 'vmax', 'vmin',
+           'vmax_abs', 'vdiv', 'first_lanes', 'hsum', 'hmax', 'hmax_abs', 'hsum_i32', 'pair_sums', 'pow2i', 'vexp',
+           'tile_f32', 'tile_i32', 'tile_fma', 'tile_add_scaled', 'tile_store', 'tiles_store', 'tile_add_sums',
+           'tile_dots', 'tile_dot', 'tile_total', 'tile_scaled', 'tile_dots_i8', 'tile_dot_i8', 'load_table', 'lookup',
+           'load_nibbles', 'load_e8m0x16', 'tile_fma_dot', 'tile_imul_x', 'tile_fma_codes', 'lane', 'byte_f32',
+           'shift_pairs', 'prefetch_lines', 'as_f64', 'atomic_add', 'atomic_load', 'atomic_store', 'cpu_pause',
+           'barrier']
 
 # %% ../nbs/09_simd.ipynb #bc7a34d5
 import inspect, operator, sys
@@ -155,7 +156,7 @@ def _operator(op, ints, floats=None):
 for _op, *_how in ((operator.and_, "and_"), (operator.or_, "or_"), (operator.xor, "xor"), (operator.rshift, "lshr"), (operator.lshift, "shl"),
                    (operator.add, "add", "fadd"), (operator.sub, "sub", "fsub"), (operator.mul, "mul", "fmul")): _operator(_op, *_how)
 
-# %% ../nbs/09_simd.ipynb #abd9503a
+# %% ../nbs/09_simd.ipynb #73d2543a
 @word(f32x16)
 def f32v(b, s):
     "The number s in every lane."
@@ -192,6 +193,12 @@ def vmax(b, x, y):
 def vmin(b, x, y):
     "The smaller of each pair of lanes (y where either is not a number)."
     return b.select(b.fcmp_ordered("<", x, y), x, y)
+def _magnitude(b, v): return b.and_(b.bitcast(v, i32x16.ll), _all(i32x16.ll, 0x7fffffff))     # integers in the order of |v|, NaN above all
+@word(f32x16)
+def vmax_abs(b, x, y):
+    "The larger |.| of each pair of lanes; not a number, if one of them is."
+    x, y = _magnitude(b, x), _magnitude(b, y)
+    return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), f32x16.ll)
 @word(f32x16)
 def vdiv(b, x, y):
     "x / y"
@@ -202,7 +209,7 @@ def first_lanes(b, v, n):
     lanes = ir.Constant(i32x16.ll, list(range(16)))
     return b.select(b.icmp_signed("<", lanes, _splat(b, b.trunc(n, I32), i32x16.ll)), v, _all(f32x16.ll, 0.))
 
-# %% ../nbs/09_simd.ipynb #ed2e3f3b
+# %% ../nbs/09_simd.ipynb #d200d2d4
 @word(types.float32)
 def hsum(b, v):
     "The sum of the 16 lanes, pairwise."
@@ -211,6 +218,10 @@ def hsum(b, v):
 def hmax(b, v):
     "The largest lane."
     return _call(b, "llvm.vector.reduce.fmax.v16f32", F32, v, fastmath=("nnan",))
+@word(types.float32)
+def hmax_abs(b, v):
+    "The largest |lane|; not a number, if one is."
+    return b.bitcast(_call(b, "llvm.vector.reduce.umax.v16i32", I32, _magnitude(b, v)), F32)
 @word(types.int32)
 def hsum_i32(b, v):
     "The sum of 16 int32 lanes."
