@@ -6,7 +6,7 @@
 __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_TOKENS', 'MIN_ROWS', 'ON_A_GPU', 'EngineConfig',
            'config_of', 'no_gpu_kernels', 'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve']
 
-# %% ../nbs/42_settings.ipynb #05bb32ae
+# %% ../nbs/42_settings.ipynb #8ce729c0
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -23,7 +23,7 @@ from .deltanet import state_bytes
 from .emulator import emulated_arch
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import cpu_weight_bytes, state_shapes
-from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, weight_bytes
+from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, too_old, weight_bytes
 
 # %% ../nbs/42_settings.ipynb #44bfd99b
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #997dda9d
+# %% ../nbs/42_settings.ipynb #1e0b82ca
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -108,8 +108,9 @@ def which_device(config: EngineConfig, model: ModelConfig, tensors) -> tuple[str
     lacks = no_gpu_kernels(model) if config.device in ("auto", "cuda") else ""
     if config.device == "cuda" and lacks: raise ValueError(f"device is 'cuda': {lacks}, device 'cpu' runs this model")
     if config.device == "cuda":
-        try: device()
-        except CudaError as e: raise ValueError(f"device is 'cuda': {e}") from None
+        try: why = too_old(device())
+        except CudaError as e: why = str(e)
+        if why: raise ValueError(f"device is 'cuda': {why}")
     if config.device != "auto": return config.device, "asked for"
     try: emulated_arch()
     except CudaError as e: raise ValueError(str(e)) from None               # a wish that is misspelt

@@ -10,7 +10,7 @@ from gpu_arrays import emulated, tensor
 
 from literate_engine import upload as module
 from literate_engine.cpu_ops import run_op
-from literate_engine.cuda import cupy
+from literate_engine.cuda import Calls, cupy, device
 from literate_engine.gguf import GGUFFile, write_gguf
 from literate_engine.linear_gpu import GPU_FORMATS, HALVES, pack_gpu
 from literate_engine.quants import QUANT_TYPES, QuantTensor, dequantize
@@ -324,11 +324,121 @@ def test_exact_conversions(name):
         assert to == held_on_gpu(name) and np.array_equal(dequantize(held, to), dequantize(raw, name))
 
 
-def test_what_float16_cannot_hold():
-    "Past its range the values are bfloat16, whatever the type was to be held as."
-    big = np.array([[1e6, -2e30, 0, 1]], np.float32)
-    held, to = held_blocks_gpu(big.view(np.uint8), "F32")
-    assert to == "BF16" and np.allclose(dequantize(held, to), big, rtol=2**-8)
-    tiny = np.zeros((1, 17), np.uint8); tiny[0] = 0x73; tiny[0, 0] = 90          # 2^-37 and its multiples
-    held, to = held_blocks_gpu(tiny, "MXFP4")
-    assert np.array_equal(dequantize(held, to), dequantize(tiny, "MXFP4")) or to == "BF16"
+SCALE_AT = {"TQ1_0": 52, "TQ2_0": 64, "Q3_K": 108, "Q2_K": 80}
+TURNED = [name for name in QUANT_TYPES if held_on_gpu(name) != name and name not in ("I8", "I16", "I32", "I64", "F64")]
+
+
+def sized(name, n, blocks, scales, rng):
+    "Blocks of random bytes with these scales, one after the other."
+    t = tensor(name, n, blocks, rng)
+    raw, d = t.raw.reshape(n*blocks, -1), np.resize(np.float64(scales), n*blocks)
+    if name == "F32": raw[:] = (d*rng.standard_normal(n*blocks)).astype(np.float32)[:, None].view(np.uint8)
+    elif name == "MXFP4": raw[:, 0] = np.where(d > 0, 128 + np.log2(np.where(d > 0, d, 1)).round(), 0)
+    elif name == "NVFP4": raw[:, :4] &= 0x37
+    elif name == "IQ1_M": raw[:, 48:56].view("<u2")[:] = raw[:, 48:56].view("<u2") & 0x0fff | d.astype(np.float16).view(np.uint16)[:, None] >> np.arange(0, 16, 4).astype(np.uint16) << 12
+    else:
+        raw[:, SCALE_AT.get(name, 0):][:, :2] = d.astype("<f2")[:, None].view(np.uint8)
+        if name == "Q2_K": raw[:, 82:84] = 0
+    return t
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_type_says_what_it_is_held_as(name):
+    "Whatever the values, the same bytes on the GPU; and the error, by the largest value, is float16's, or no more than what a scale in the file may be off by."
+    rng = np.random.default_rng(7)
+    for scales in ([1], [1e-2, 1e-4], [3e-5, 1e-6], [1e-2, 6e-8], [0, 2e-7], [0], [900]):
+        t = sized(name, 5, 8, scales, rng)
+        w = upload([t])[0][0]
+        held, to = held_blocks_gpu(t.raw, name)
+        x, y = t.dequantize(), dequantize(held, to)
+        top = np.abs(x).max()
+        assert w.nbytes == gpu_bytes(name, *t.shape) and w.type == to and (to == held_on_gpu(name) or to == "BF16" and held_on_gpu(name) == "F16" and not 2**-17 <= top <= 65504)
+        part = 2**-8 if to == "BF16" else 2**-11
+        assert np.abs(x - y).max() <= part*top + 2**-25*(127 if to == "Q8_0" else 1), (scales, to)
+        if max(scales) >= 1e-2: assert np.abs(x - y).max() <= 1.01*part*top, (scales, to)
+
+
+@pytest.mark.parametrize("name", [name for name in TURNED if held_on_gpu(name) == "Q8_0"])
+@pytest.mark.parametrize("d", [2**-27, 2**-24, 3*2**-24, 100*2**-24, 2**-15, 2**-14, 1, 1000])
+def test_integers_are_the_nearest(name, d):
+    "No value is further from what is held than half a step of its scale, and none where the scale is exact."
+    t = sized(name, 4, 3, [d], np.random.default_rng(8))
+    held, to = held_blocks_gpu(t.raw, name)
+    x, y, step = t.dequantize(), dequantize(held, to), np.abs(np.ascontiguousarray(held.reshape(-1, 34)[:, :2]).view(np.float16).astype(np.float32))
+    error = np.abs(x - y).reshape(-1, 32)
+    assert to == "Q8_0" and (error <= step/2).all() and (d < 2**-14 or (error <= 2**-11*np.abs(x).reshape(-1, 32)).all())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
+def test_scales_past_float16():
+    "An error with the number, of a block that has weights; zeros have no scale."
+    for name, d in (("IQ4_XS", 5000), ("IQ3_XXS", 30000), ("IQ3_S", 5000), ("IQ2_XXS", 60000), ("IQ1_S", 60000), ("MXFP4", 2**16), ("MXFP4", 2**127)):
+        t = sized(name, 3, 2, [1, d], np.random.default_rng(9))
+        with pytest.raises(ValueError, match=r"weights with a scale of [\d.e+]+: a GPU holds them as Q8_0, whose scales end at 65504; device 'cpu' can run this model"): upload([t])
+        assert threads() == []
+    zeros = sized("MXFP4", 3, 2, [1, 2**100], np.random.default_rng(9))
+    zeros.raw.reshape(-1, 17)[1::2, 1:] = 0x80
+    held, to = held_blocks_gpu(zeros.raw, "MXFP4")
+    assert to == "Q8_0" and np.array_equal(dequantize(held, to), zeros.dequantize())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
+@pytest.mark.parametrize("name", [*(name for name in TURNED if name not in ("F32", "MXFP4", "NVFP4", "IQ1_M")), "F32"])
+def test_what_is_no_number_stays_none(name):
+    rng = np.random.default_rng(10)
+    for bad in (np.nan, np.inf, -np.inf):
+        t = sized(name, 3, 8, [1, 1, bad, 1], rng)
+        if name == "F32": t.raw.view(np.uint32)[0, :2] = 0x7fffffff, 0xffffffff          # of all bits, which rounding would carry into the sign
+        held, to = held_blocks_gpu(t.raw, name)
+        x, y = t.dequantize(), dequantize(held, to)
+        assert plane_bytes(to, t) == gpu_bytes(name, *t.shape) and not np.isfinite(y[~np.isfinite(x)]).any() and np.isfinite(y[np.isfinite(x)]).mean() > 0.9
+        assert np.allclose(x[np.isfinite(y)], y[np.isfinite(y)], atol=2**-8*np.abs(x[np.isfinite(x)]).max())
+
+
+def plane_bytes(to, t): return sum(int(np.prod(s)) for s in plane_shapes(to, *t.shape) if s)
+
+
+@pytest.mark.parametrize("largest, to", [(0, "BF16"), (1e-30, "BF16"), (2**-18, "BF16"), (2**-17, "F16"), (1e-5, "F16"), (0.05, "F16"), (65504, "F16"), (65520, "BF16"), (1e6, "BF16"), (2e30, "BF16")])
+def test_numbers_of_16_bits(largest, to):
+    "The kind that loses less, by the largest value of the matrix, which may be in any of its parts; and the same bytes."
+    rng = np.random.default_rng(11)
+    for at in (0, 69):
+        x = (rng.uniform(-0.9, 0.9, (70, 40))*largest).astype(np.float32)
+        x[at, 7] = -largest
+        t = QuantTensor(x.view(np.uint8), "F32", x.shape)
+        same([t], upload([t])[0])
+        held, kind = held_blocks_gpu(t.raw, "F32")
+        assert kind == to and np.abs(dequantize(held, kind) - x).max() <= (2**-11 if to == "F16" and largest >= 2**-14 else 2**-8)*largest
+
+
+def test_a_large_matrix_is_one_type(monkeypatch):
+    "It is turned some rows at a time; the largest value counts wherever it is."
+    x = np.full((600, 8192), 1e-7, np.float32)
+    for value, to in ((0, "BF16"), (0.1, "F16"), (1e5, "BF16")):
+        x[-1, 3] = value
+        held, kind = held_blocks_gpu(x.view(np.uint8), "F32")
+        assert kind == to and np.abs(dequantize(held, kind) - x).max() <= 2**-8*x.max()
+
+
+def test_ring_closes_what_it_has_opened(tmp_path, monkeypatch):
+    "If one of several files cannot be opened again, the descriptors of those before are closed."
+    file, _ = big(tmp_path, np.random.default_rng(12), 3)
+    before, real, count = descriptors(), os.dup, itertools.count()
+    monkeypatch.setattr(os, "dup", lambda fd: real(fd) if next(count) < 2 else 1/0)
+    with pytest.raises(ZeroDivisionError): Uploader([*file.shards]*3)
+    assert next(count) == 3 and descriptors() == before and threads() == []
+
+
+@pytest.mark.skipif(not EMULATED, reason="what a driver has free is not only of this process")
+@pytest.mark.parametrize("fails", [False, True])
+def test_ceilings_give_back_what_they_took(fails, monkeypatch):
+    "No array is left when CuPy's two pools are told to give back what is unused."
+    pool, held, before = cupy().get_default_memory_pool(), [], cupy().get_default_memory_pool().used_bytes()
+    monkeypatch.setattr(pool, "free_all_blocks", lambda: held.append(pool.used_bytes()))
+    monkeypatch.setattr(module, "device", lambda: module.cupy() and real._replace(name="a card"))
+    real = device()
+    monkeypatch.setattr(module, "_HostCopy", lambda to, host: Calls(lambda: 1/0 if fails else to.fill(0)))
+    if fails:
+        with pytest.raises(ZeroDivisionError): module.gpu_ceilings(1 << 16)
+    else: assert module.gpu_ceilings(1 << 16).keys() == {"read_gb_s", "h2d_gb_s"} and held == [before]*2
+    assert len(held) == 2
