@@ -48,7 +48,7 @@ _SCALES = {"IQ4_NL": lambda b: f16(b[:, :2]), "MXFP4": lambda b: np.ldexp(np.flo
            "Q1_0": lambda b: f16(b[:, :2]), "Q2_0": lambda b: f16(b[:, :2]), "TQ1_0": lambda b: f16(b[:, -2:]), "TQ2_0": lambda b: f16(b[:, -2:]),
            **{name: _coded_scales(name) for name in ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ1_S")}}
 
-# %% ../nbs/18_upload.ipynb #7e4fe44f
+# %% ../nbs/18_upload.ipynb #0e6e81fe
 SMALLEST, LARGEST = 2**-17, 65504          # between them a matrix's largest value has F16 lose less than BF16
 
 def held_blocks_gpu(
@@ -82,7 +82,8 @@ def _bf16(x):
 def _integer_blocks(x, d, to):
     "Blocks of 32 values that are integers times d: the nearest integers times what float16 makes of d."
     d16 = d.astype(np.float16).astype(np.float32)
-    if (past := np.isinf(d16) & np.isfinite(d)).any():
+    if np.isinf(d16).any():
+        past = np.isinf(d16) & np.isfinite(d)
         if x[past[:, 0]].any(): raise ValueError(f"weights with a scale of {np.abs(d[past]).max():.3g}: a GPU holds them as {to}, whose scales end at {LARGEST}; device 'cpu' can run this model")
         d16[past] = 0                                                                  # of zeros
     d16[d16 == 0] = 2**-24
