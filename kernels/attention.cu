@@ -67,13 +67,13 @@ __global__ __launch_bounds__(THREADS) void kv_store(char* k, char* v, const floa
     store_numbers(block + (size_t)h * head, type, width, slot & 15, g, i < width ? loadf(row + h * width + i) : 0.f);
   }
 }
-// The heads of a row of q, normalised and turned, to q_out; those of k, the same, and of v, normalised where there are weights, to the row's slot. A warp has a head; grid (shares of these, T)
+// The heads of a row of q, normalised and turned, to q_out; those of k, the same, and of v, normalised where there are weights, to the row's slot. A warp has a head; grid (T, shares of these)
 template <int THREADS>
 __global__ __launch_bounds__(THREADS) void rope_store(float* q_out, char* k, char* v, const float* q, const float* k_rows, const float* v_rows, const int* positions, const int* slot_mapping,
     const float* table, const float* q_norm, const float* k_norm, const float* v_norm, float eps, float v_eps, int n_head, int n_head_kv, int dk, int dv, int dim,
     int k_type, int v_type, int q_out_pitch, int q_pitch, int k_pitch, int v_pitch) {
   extern __shared__ __align__(16) float red[];                        // a head of each warp
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y * (THREADS / 32) + warp, row = blockIdx.x;
   int side = head < n_head ? 0 : head < n_head + n_head_kv ? 1 : head < n_head + 2 * n_head_kv ? 2 : 3, width = side == 2 ? dv : dk, type = side == 2 ? v_type : k_type, slot = 0;
   pdl_trigger();
   Head<0> one;
@@ -323,7 +323,7 @@ struct Raw { static constexpr bool RAW = true; const float *q, *k, *v; const int
 
 // Scores S^T = K Q^T and sums O^T = V^T P^T of 8 rows: positions, and then numbers of a value, are the 16 rows of the instruction, the 8 query rows its columns.
 // Warp w takes blocks w, w + WARPS, ... of a piece, STAGES of them on their way, over the ends of pieces. Blocks of the cache that no kernel of this step writes are asked for before the wait.
-// WHOLE: heads are D wide. Raw queries: the newest position is not read from the cache, it is a part of its own (settle), and all that is read from the cache is read before the wait.
+// WHOLE: heads are D wide. Raw queries: the newest position is not read from the cache, it is a part of its own (settle), so that no block of the cache has to be asked for after the wait but for want of places in the ring.
 template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES, class Queries>
 __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
   constexpr int C = D / 32; constexpr bool OWN = Queries::RAW;
@@ -338,6 +338,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
   int split = blockIdx.y; bool here = split < w.num_splits;
   if (!here && blockIdx.y) { pdl_leave(); return; }                   // blocks y = 0 wait for all
   const int* table = a.block_table + (size_t)blockIdx.z * a.max_blocks;
+  // -- the ring: a warp's blocks are asked for in the order in which it will multiply them, over the ends of pieces
   u32 k_head = head_bytes(KT::TYPE, dk), v_head = head_bytes(VT::TYPE, dv), k_bytes = Keys<KT, D>::bytes(dk), stage_bytes = k_bytes + Values<VT, D>::bytes(dv);
   u32 rings = shared_address(red) + WARPS * ROWS8 * (dv + 1) * 4, ring = rings + warp * STAGES * stage_bytes, slot = ring, used = ring, end = ring + STAGES * stage_bytes;
   const char *k_at = a.k + (size_t)w.head * k_head, *v_at = a.v + (size_t)w.head * v_head;
@@ -375,12 +376,28 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
 #pragma unroll 1
     for (; ahead < STAGES && next.i < next.end && (OWN || (next.base + WARPS * next.i) * 16 + 16 <= w.len - w.tokens); ahead++) fetch();
   }
+  // -- the wait, and the rows that it is for
   float4 raw[C][2]; uint4 query[C];                                   // the queries of lane 4g + t: row g, numbers of unit 4c + t, as halves() orders those of keys
   int r = min(g, w.rows - 1);                                         // this lane's row of queries; rows that are none do not count
   int last_seen[2] = {w.position(2 * t), w.position(2 * t + 1)};      // of rows 2t and 2t + 1
   u32 queries_at = 0;                                                  // or where they are
   u16* newest = nullptr;                                              // the newest key and value, where this block has the last piece
-  if constexpr (OWN) {
+  if constexpr (!OWN) {
+    const float* row = in.q + (size_t)(w.first + (w.row0 + r) / w.G) * in.pitch + w.query_head(r) * dk;
+    if (here) prefetch(row);                                          // so that the address is known before the wait
+    pdl_wait();
+    if (!here) { no_rows(w, a.out, n_head, dv); return; }
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) { int d = KT::dim(4 * c + t, 0) + KT::HALF * h; raw[c][h] = d < dk ? loadf4(row + d) : make_float4(0, 0, 0, 0); }
+#pragma unroll 1
+    for (; ahead < STAGES; ahead++) fetch();
+#pragma unroll
+    for (int c = 0; c < C; c++) query[c] = KT::pairs(raw[c][0], raw[c][1]);
+  }
+  // -- raw rows: queries are turned into shared memory, the newest key and value as well, and go to the cache
+  else {
     u16 *queries = (u16*)red + (rings - shared_address(red) + WARPS * STAGES * stage_bytes) / 2, *fresh = queries + ROWS8 * (D + 32);
     bool holds = here && (w.num_splits - 1) % (int)gridDim.y == split; int tasks = here ? w.rows + 2 * holds : 0, task = warp, side; Head<D> one; const float* from; u16* place;
     auto begin = [&]() {
@@ -419,20 +436,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
       newest = fresh + D;
     }
   }
-  else {
-    const float* row = in.q + (size_t)(w.first + (w.row0 + r) / w.G) * in.pitch + w.query_head(r) * dk;
-    if (here) prefetch(row);                                          // so that the address is known before the wait
-    pdl_wait();
-    if (!here) { no_rows(w, a.out, n_head, dv); return; }
-#pragma unroll
-    for (int c = 0; c < C; c++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) { int d = KT::dim(4 * c + t, 0) + KT::HALF * h; raw[c][h] = d < dk ? loadf4(row + d) : make_float4(0, 0, 0, 0); }
-#pragma unroll 1
-    for (; ahead < STAGES; ahead++) fetch();
-#pragma unroll
-    for (int c = 0; c < C; c++) query[c] = KT::pairs(raw[c][0], raw[c][1]);
-  }
+  // -- a block after the other: scores, weights, sums; at the end of a piece the warps' sums meet
   const float scale = a.scale, softcap = a.softcap;
   for (bool again = false; split < w.num_splits; split += gridDim.y, again = true) {
     if (again) part = part_of(split);

@@ -1,8 +1,7 @@
 // Selection from rows of logits: the best k in canonical order (larger logit first, lower id among equals; NaN counts as -inf) and the sums that probabilities need.
 #include "common.cuh"
-typedef unsigned long long u64;
 constexpr u32 MASKED = 1, TOTAL = 2, RAW = 4;       // flags of a row: it has a mask; the sum at its temperature is wanted; the sum of the raw row is
-constexpr int MAX_K = 256, PER_THREAD = 16;         // groups that a thread of `topk_merge` holds
+constexpr int MAX_K = 256, PER_THREAD = 16;         // groups that a thread of the second kernel holds
 
 __device__ __forceinline__ float minus_inf() { return __uint_as_float(0xff800000u); }
 
@@ -22,11 +21,7 @@ __device__ __forceinline__ u64 load_rank(const u64* p) { uint2 v = load8(p); ret
 
 __device__ __forceinline__ u64 warp_max_rank(u64 c) {
 #pragma unroll
-  for (int o = 16; o; o >>= 1) {
-    u32 hi = __shfl_xor_sync(~0u, (u32)(c >> 32), o), lo = __shfl_xor_sync(~0u, (u32)c, o);
-    u64 other = (u64)hi << 32 | lo;
-    c = other > c ? other : c;
-  }
+  for (int o = 16; o; o >>= 1) { u64 other = __shfl_xor_sync(~0u, c, o); c = other > c ? other : c; }
   return c;
 }
 

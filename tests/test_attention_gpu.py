@@ -2,84 +2,23 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
-
 
 import numpy as np
 import pytest
+from chapters import helpers
 from gpu_arrays import empty
 
 from literate_engine.attention import attention_ref
 from literate_engine.attention_gpu import (PAIRS, SPLITS, AttentionScratch, KVCacheGpu, SplitPlan, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
-    prepare_rope_attention, prepare_rope_store, split_plans, tile_tokens, tune_attention)
+    prepare_rope_attention, prepare_rope_store, split_plans, tune_attention)
 from literate_engine.core import rel_err
 from literate_engine.cuda import cupy, device
 from literate_engine.kvcache import Batch, KVCache, KVGroup, blocks_needed
 from literate_engine.ops_gpu import prepare_heads
 
 
-@dataclass(frozen=True)
-class Layer:
-    n_head: int
-    n_head_kv: int
-    head_dim_k: int
-    head_dim_v: int
-    window: int = 0
-    softcap: float = 0.0
-    @property
-    def attn_scale(self): return self.head_dim_k**-0.5
-
-
-def int32(a): return cupy().asarray(np.ascontiguousarray(a, np.int32))
-
-
-def make_case(spec, seqs, kv_type="f16", kv_type_v=None, seed=0):
-    "A step of (new tokens, tokens already there), block tables in random order, not-a-number wherever nobody may look."
-    rng = np.random.default_rng(seed)
-    blocks, steps = [blocks_needed(new + old) for new, old in seqs], []
-    cache = KVCacheGpu([spec], sum(blocks) + 3, kv_type=kv_type, kv_type_v=kv_type_v)
-    for a in cache.k + cache.v: a.view(np.uint8)[:] = 255
-    ids = [int(b) for b in rng.permutation(np.arange(1, cache.num_blocks))]
-    for (new, old), need in zip(seqs, blocks):
-        table, p = [ids.pop() for _ in range(need)], np.arange(new + old)
-        k, v = (rng.standard_normal((len(p), spec.n_head_kv*d), np.float32) for d in (spec.head_dim_k, spec.head_dim_v))
-        cache.store(0, k, v, np.array(table)[p//16]*16 + p % 16)
-        steps.append(([0]*new, old, table, None))
-    batch = Batch(sum(n for n, _ in seqs), len(seqs), max(blocks)).fill(steps)
-    return cache, batch, rng.standard_normal((batch.num_tokens, spec.n_head*spec.head_dim_k), np.float32)*1.5
-
-
-def step_of(batch, spec, cache, few=1, pad=0):
-    "The step's arrays; with `pad` further sequences of no positions."
-    T, S, tokens = batch.num_tokens, batch.num_seqs, tile_tokens(spec, cache.kv_type, cache.kv_type_v, device().arch)
-    starts, lens = batch.query_start_loc[:S + 1], batch.seq_lens[:S]
-    tiles = attention_tiles(starts, lens, tokens, num_attention_tiles(T, S, tokens, few) + pad, few)
-    wider = lambda a: np.pad(a, ((0, pad),) + ((0, 0),)*(a.ndim - 1))
-    return SimpleNamespace(seq_lens=int32(wider(lens)), block_table=int32(wider(batch.block_table[:S])), slot_mapping=int32(wider(batch.slot_mapping[:T])),
-                           query_start_loc=int32(np.r_[starts, [T]*pad]), tiles={tokens: int32(tiles)})
-
-
-def attention(q, cache, batch, spec, sinks=None, decode=None, few=1, max_len=None, pad=0):
-    cp, T = cupy(), batch.num_tokens
-    step, max_len = step_of(batch, spec, cache, few, pad), max_len or batch.max_blocks_per_seq*16
-    decode = few == 1 and T == batch.num_seqs if decode is None else decode
-    rows = T + pad*decode
-    scratch, out = AttentionScratch([spec], batch.num_seqs + pad, max_len, few), cp.empty((rows, spec.n_head*spec.head_dim_v), np.float32)
-    for a in (out, scratch.ml, scratch.sums): a[...] = np.nan
-    x = cp.asarray(np.pad(q, ((0, rows - T), (0, 0))))
-    for launch in prepare_attention(out, x, SimpleNamespace(cache=cache, index=0), spec, step, scratch, max_len, None if sinks is None else cp.asarray(sinks), decode, few): launch()
-    assert not scratch.counters.get().any(), "counters are not at 0 again"
-    return out.get()
-
-
-def check(spec, seqs, types=("f16", "f16"), sinks=None, **kw):
-    cache, batch, q = make_case(spec, seqs, *types)
-    error = rel_err(attention(q, cache, batch, spec, sinks, **kw), attention_ref(q, cache, batch, 0, spec, sinks))
-    limit = 4e-6 if "f32" in types or spec.head_dim_k % 8 else 2e-3
-    assert error < limit, f"{spec} {seqs} {types}: {error}"
-
-
+Layer, int32, make_case, step_of, attention, check, same_bits = helpers("26_attention_gpu", "Layer", "int32", "make_case", "step_of", "attention", "check", "same_bits")
 STEPS = [[(1, 0)], [(40, 0)], [(130, 7)], [(1, 16), (5, 127), (1, 300), (17, 0), (1, 128)], [(1, 900), (4, 510)]]
 SPECS = [Layer(9, 3, 64, 64), Layer(4, 1, 256, 256, window=20), Layer(4, 4, 16, 16), Layer(7, 1, 32, 32, window=5), Layer(10, 2, 80, 96), Layer(8, 1, 128, 128, window=100),
          Layer(6, 3, 72, 40, window=33), Layer(5, 5, 12, 20, window=1), Layer(16, 1, 64, 64), Layer(71, 1, 64, 64), Layer(4, 2, 40, 40, softcap=3.), Layer(4, 2, 112, 112), Layer(2, 1, 192, 128)]
@@ -121,18 +60,7 @@ def test_very_long_contexts_have_bounded_pieces():
 @pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0"), ("f32", "f32")], ids=str)
 def test_a_token_in_any_company(types):
     "The same bits: alone, in a batch, beside a prompt, whatever the graph was captured for; a prompt in any chunks."
-    spec, lengths = Layer(8, 2, 64, 64, window=500), (40, 600, 300)
-    cache, batch, q = make_case(spec, [(n, 0) for n in lengths], *types)
-    tables, start = [batch.block_table[s, :blocks_needed(n)].tolist() for s, n in enumerate(lengths)], np.r_[0, np.cumsum(lengths)]
-    def step(*parts, **kw):
-        batch.fill([([0]*(end - first), first, tables[s], None) for s, first, end in parts])
-        return np.split(attention(np.concatenate([q[start[s] + first:start[s] + end] for s, first, end in parts]), cache, batch, spec, **kw), np.cumsum([end - first for _, first, end in parts])[:-1])
-    last = [(s, n - 1, n) for s, n in enumerate(lengths)]
-    alone = [step(one)[0] for one in last]
-    for got in (step(*last), step(*last[::-1])[::-1], step(*last, max_len=9000), step(*last, decode=False)): assert all(map(np.array_equal, got, alone))
-    assert np.array_equal(step((2, 210, 300), last[1])[1], alone[1])
-    whole, = step((2, 200, 300))
-    assert np.array_equal(np.concatenate([step((2, a, min(a + 37, 300)))[0] for a in range(200, 300, 37)]), whole)
+    same_bits(Layer(8, 2, 64, 64, window=500), types)
 
 
 @pytest.mark.parametrize("types", [("f32", "f16"), ("q8_0", "q4_0"), ("q4_0", "q8_0")], ids=str)

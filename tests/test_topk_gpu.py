@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from chapters import helpers
 from gpu_arrays import emulated
 
 from literate_engine import topk_gpu as module
@@ -9,28 +10,9 @@ from literate_engine.cuda import Graph, cupy
 from literate_engine.sampling import Sampler, SamplingParams
 from literate_engine.topk_gpu import Ask, Selection, mask_words, topk_gpu, topk_ref
 
+unkind, random_asks, same = helpers("27_topk_gpu", "unkind", "random_asks", "check")
 EMULATED = emulated()
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
-
-
-def unkind(n, rng):
-    x = [2.5*rng.standard_normal(n), np.round(rng.standard_normal(n)), np.zeros(n), -np.sort(rng.standard_normal(n)), np.sort(rng.standard_normal(n)), np.full(n, -np.inf), np.full(n, np.nan)]
-    x += [np.where(rng.random(n) < 0.3, np.nan, x[0]), np.where(rng.random(n) < 0.5, -np.inf, x[1]), np.where(rng.random(n) < 0.1, np.inf, x[0]), np.where(rng.random(n) < 0.5, -0.0, 0.0),
-          1e37*rng.standard_normal(n), np.where(np.arange(n) % 16, -5, rng.standard_normal(n)), np.repeat(rng.standard_normal(-(-n//700)), 700)[:n]]
-    return np.array(x, np.float32)
-
-
-def random_asks(rows, n, extra, rng):
-    masks = [None, None, mask_words(np.flatnonzero(rng.random(n) < 0.5), n), mask_words(rng.integers(0, n, 1), n), mask_words(rng.integers(0, n, 7), n), mask_words(np.arange(n), n)]
-    return [Ask(np.float32((0, 1, 0.3, 25, 1e30)[rng.integers(5)]), bool(rng.integers(2)), np.unique(rng.integers(0, n, rng.integers(extra + 1))), masks[rng.integers(6)]) for _ in range(rows)]
-
-
-def same(got, want):
-    assert len(got) == len(want)
-    for g, w in zip(got, want):
-        assert g.num == w.num and np.array_equal(g.ids, w.ids) and np.array_equal(g.logits, w.logits) and g.raw_top == w.raw_top
-        assert np.array_equal(g.more_ids, w.more_ids) and np.array_equal(g.more_logits, w.more_logits)
-        assert np.allclose([g.total, g.raw_sum], [w.total, w.raw_sum], rtol=4e-6, atol=0), (g.total, w.total, g.raw_sum, w.raw_sum)
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 1000, 4095, 4096, 4097, 9001, 20000])
@@ -93,7 +75,7 @@ def test_a_graph_is_replayed():
     s, first = Selection(x, 64, extra=8, masked=True), Selection(x, 1)
     graph = Graph(lambda: [launch() for launch in s.launches + first.launches])
     for step in range(6):
-        values = unkind(5000, rng)[rng.permutation(12)[:4]]
+        values = rng.permutation(unkind(5000, rng))[:4]
         asks = random_asks(4 - step % 3, 5000, 8, rng)
         x.set(values, stream=graph.stream); s.ask(asks, graph.stream); first.ask([Ask()]*4, graph.stream)
         graph(); graph.synchronize()
