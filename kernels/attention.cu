@@ -323,7 +323,7 @@ struct Raw { static constexpr bool RAW = true; const float *q, *k, *v; const int
 
 // Scores S^T = K Q^T and sums O^T = V^T P^T of 8 rows: positions, and then numbers of a value, are the 16 rows of the instruction, the 8 query rows its columns.
 // Warp w takes blocks w, w + WARPS, ... of a piece, STAGES of them on their way, over the ends of pieces. Blocks of the cache that no kernel of this step writes are asked for before the wait.
-// WHOLE: heads are D wide. Raw queries: the newest position is not read from the cache, it is a part of its own (settle), so that no block of the cache has to be asked for after the wait but for want of places in the ring.
+// WHOLE: heads are D wide. Raw queries: the newest position is not read from the cache, it is a part of its own (settle), so that a block is asked for after the wait only for want of places.
 template <class KT, class VT, int D, bool WHOLE, int WARPS, int STAGES, class Queries>
 __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
   constexpr int C = D / 32; constexpr bool OWN = Queries::RAW;
@@ -396,7 +396,7 @@ __device__ __forceinline__ void few_rows(const Paged& a, const Queries& in) {
 #pragma unroll
     for (int c = 0; c < C; c++) query[c] = KT::pairs(raw[c][0], raw[c][1]);
   }
-  // -- raw rows: queries are turned into shared memory, the newest key and value as well, and go to the cache
+  // -- raw rows: queries, turned, go to shared memory; so do the newest key and value, and to the cache
   else {
     u16 *queries = (u16*)red + (rings - shared_address(red) + WARPS * STAGES * stage_bytes) / 2, *fresh = queries + ROWS8 * (D + 32);
     bool holds = here && (w.num_splits - 1) % (int)gridDim.y == split; int tasks = here ? w.rows + 2 * holds : 0, task = warp, side; Head<D> one; const float* from; u16* place;

@@ -95,9 +95,9 @@ def _block_layout(self, group: int = 0) -> tuple[str, ...]:
 KVCacheGpu.block_places, KVCacheGpu.block_layout = _block_places, _block_layout
 KVCacheGpu.copy_block, KVCacheGpu.read_block, KVCacheGpu.write_block = _copy_block, _read_block, _write_block
 
-# %% ../nbs/26_attention_gpu.ipynb #45819ecc
+# %% ../nbs/26_attention_gpu.ipynb #82e7e9e1
 _ID = {"f32": 0, "f16": 1, "q8_0": 2, "q4_0": 3}
-GRID_Y = 65535                                        # blocks of a grid in y and in z, at most: rows, of which a prompt may have more, are x
+GRID_Y = 65535                                        # blocks of a grid in y and in z, at most: rows, of which a step may have more, are x, and tiles come in parts
 def _int32(a, shape: tuple, what: str):
     if a.dtype != np.int32 or a.shape != shape or not a.flags.c_contiguous: raise ValueError(f"{what}: expected contiguous int32 {list(shape)}, got {a.dtype} {list(a.shape)}")
     return a
@@ -318,7 +318,7 @@ def _room(body: str, shared: int, d) -> int:
     width, *_, warps, _ = (int(x) for x in body.partition("<")[2][:-1].split(", ") if x.isdigit())
     return d.num_sms*max(1, min((8 if width > 128 else 16 if warps == 8 and width == 64 else 12)//warps, (d.shared_bytes + 1024)//(shared + 1024 + 64*warps + 80)))
 
-# %% ../nbs/26_attention_gpu.ipynb #c7c2714c
+# %% ../nbs/26_attention_gpu.ipynb #7e7c0618
 def _shares_in(scratch, units, splits, dv, room):
     "_shares, once it is known that the scratch has room for the pieces."
     if (need := 64*units*_num_parts(splits, dv)) > scratch.sums.size or units > scratch.counters.size: raise ValueError(f"scratch has room for {scratch.sums.size} numbers, {units} times {splits} pieces need {need}")
@@ -357,8 +357,8 @@ def prepare_attention(
     shares = _shares_in(scratch, x*S, splits, dv, room)
     launches = [launch(bodies[0], (x, shares, S), 256 if "exact" in bodies[0] else 32*plan.warps, [scratch.counters, scratch.ml, scratch.sums], [splits, few, 1 << plan.log_piece, most])]
     if decode or not len(tiles := step.tiles[tokens := tile_tokens(layer, c.kv_type, c.kv_type_v, d.arch)]): return launches
-    groups = -(-tokens*(layer.n_head//layer.n_head_kv)//_rows(bodies[1]))
-    parts = [_int32(part, (len(part), 2), "tiles") for part in (tiles[i:i + GRID_Y] for i in range(0, len(tiles), GRID_Y))]
+    groups, tiles = -(-tokens*(layer.n_head//layer.n_head_kv)//_rows(bodies[1])), _int32(tiles, (len(tiles), 2), "tiles")
+    parts = [tiles[i:i + GRID_Y] for i in range(0, len(tiles), GRID_Y)]
     return launches + [launch(bodies[1], (layer.n_head_kv*groups, len(part)), 256 if "exact" in bodies[1] else 128, [part], [tokens]) for part in parts]
 
 # %% ../nbs/26_attention_gpu.ipynb #c69d849d

@@ -9,11 +9,12 @@ import pytest
 from chapters import helpers
 from gpu_arrays import empty
 
+from literate_engine import attention_gpu
 from literate_engine.attention import attention_ref
-from literate_engine.attention_gpu import (PAIRS, SPLITS, AttentionScratch, KVCacheGpu, SplitPlan, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
+from literate_engine.attention_gpu import (PAIRS, SPLITS, AttentionScratch, KVCacheGpu, SplitPlan, attention_bodies, attention_tiles, num_attention_tiles, prepare_attention, prepare_kv_store,
     prepare_rope_attention, prepare_rope_store, split_plans, tune_attention)
 from literate_engine.core import rel_err
-from literate_engine.cuda import cupy, device
+from literate_engine.cuda import Launch, cupy, device
 from literate_engine.kvcache import Batch, KVCache, KVGroup, blocks_needed
 from literate_engine.ops_gpu import prepare_heads
 
@@ -130,6 +131,32 @@ def test_rope_and_store_in_one_launch(types):
     with pytest.raises(ValueError, match="heads of 16"): prepare_rope_store(q, k, v, positions, table, 16, None, None, 0., out, SimpleNamespace(cache=one, index=1), step)
 
 
+def test_rope_and_store_of_more_rows_than_a_grid_is_high():
+    "65,537 rows: the last ones are turned and in their slots, the others go to the null block."
+    cp, spec, T, rng = cupy(), Layer(1, 1, 4, 4), 2**16 + 1, np.random.default_rng(5)
+    rows, table, slots = rng.standard_normal((T, 12)).astype(np.float32), rng.standard_normal((9, 4)).astype(np.float32), np.zeros(T, np.int32)
+    slots[-3:] = 17, 18, 33
+    x, positions, step, cache, out = cp.asarray(rows), np.arange(T) % 9, SimpleNamespace(slot_mapping=int32(slots)), KVCacheGpu([spec], 3, kv_type="f32"), empty(T, 4)
+    for launch in prepare_rope_store(x[:, :4], x[:, 4:8], x[:, 8:], int32(positions), cp.asarray(table), 4, None, None, 0., out, SimpleNamespace(cache=cache, index=0), step): launch()
+    c, s = table[positions, :2], table[positions, 2:]
+    turned = lambda a: np.concatenate([a[:, :2]*c - a[:, 2:]*s, a[:, :2]*s + a[:, 2:]*c], 1)
+    assert np.allclose(out.get(), turned(rows[:, :4]), rtol=0, atol=1e-5)
+    k, v = (a.get()[:, 0][[1, 1, 2], [1, 2, 1]] for a in (cache.k[0], cache.v[0]))
+    assert np.allclose(k, turned(rows[:, 4:8])[-3:], rtol=0, atol=1e-5) and np.array_equal(v, rows[-3:, 8:])
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f32")], ids=str)
+def test_more_tiles_than_a_grid_is_high(types, monkeypatch):
+    "Lists of tiles are launched in parts, here of two, and give the same bits."
+    spec = Layer(8, 1, 64, 64)
+    cache, batch, q = make_case(spec, [(70, 3), (1, 30), (33, 0)], *types)
+    whole, grids, (tiles,) = attention(q, cache, batch, spec), [], step_of(batch, spec, cache).tiles.values()
+    monkeypatch.setattr(attention_gpu, "GRID_Y", 2)
+    monkeypatch.setattr(attention_gpu, "Launch", lambda kernel, grid, *args, **kw: grids.append(grid) or Launch(kernel, grid, *args, **kw))
+    assert np.array_equal(attention(q, cache, batch, spec), whole)
+    assert len(tiles) > 4 and [y for _, y, *z in grids if not z] == [2]*(len(tiles)//2) + [1]*(len(tiles) % 2)
+
+
 @pytest.mark.parametrize("spec", [Layer(9, 3, 64, 64), Layer(8, 2, 128, 128, window=300), Layer(4, 4, 64, 64, softcap=3.), Layer(16, 1, 128, 128), Layer(4, 2, 256, 256, window=70), Layer(7, 1, 64, 64)], ids=str)
 def test_rope_store_and_attention_in_one_launch(spec):
     "What the two launches give, but for the rounding of the newest position's weight; the same cache in every bit; windows, sinks, soft-caps, norms, partial rotation, rows that stand for nothing."
@@ -177,6 +204,21 @@ def test_lists_of_tiles():
         seen = np.zeros(starts[-1], int)
         for s, first in tiles[tiles[:, 0] >= 0]: seen[starts[s] + first:min(starts[s] + first + tokens, starts[s + 1])] += 1
         assert np.array_equal(seen, np.repeat((n > few).astype(int), n))
+
+
+def test_rows_at_any_address():
+    "Tensor cores load 16 bytes of a query at once: rows that are not aligned are refused if any kernel of the step uses them, and the kernels in float32 take them."
+    spec, wide = Layer(4, 2, 64, 64), np.random.default_rng(6).standard_normal((5, 259)).astype(np.float32)
+    for types in (("f16", "f16"), ("f16", "q8_0"), ("f32", "f32")):
+        for seqs in ([(1, 20), (4, 9)], [(1, 20)]*5):
+            cache, batch, _ = make_case(spec, seqs, *types)
+            step, out, scratch, kv, decode = step_of(batch, spec, cache), empty(5, 256), AttentionScratch([spec], len(seqs), 64), SimpleNamespace(cache=cache, index=0), len(seqs) == 5
+            prepare = lambda: prepare_attention(out, cupy().asarray(wide)[:, 3:], kv, spec, step, scratch, 64, decode=decode)
+            if any("exact" not in body for body in attention_bodies(spec, *types, device().arch)[:2 - decode]):
+                with pytest.raises(ValueError, match="queries: expected rows at multiples of 16 bytes, got a pitch of 259 floats"): prepare()
+            else:
+                for launch in prepare(): launch()
+                assert rel_err(out.get(), attention_ref(wide[:, 3:].copy(), cache, batch, 0, spec)) < 4e-6
 
 
 def test_what_is_refused():
