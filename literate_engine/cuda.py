@@ -106,7 +106,7 @@ def explain(source: Source, name: str, arch: int, log: str) -> str:
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{file}, line {number}: {what}{more}\n    {source.line(file, int(number)).strip()}\nwhile compiling {name} for sm_{arch}"
 
-# %% ../nbs/11_cuda.ipynb #bd83af5a
+# %% ../nbs/11_cuda.ipynb #f551b6b5
 def _cache_path(source: Source, name: str, arch: int, options: tuple) -> Path:
     key = (source.name, source.text, sorted(source.headers.items()), name, arch, OPTIONS, options, compiler_version())
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
@@ -129,8 +129,10 @@ def keep_file(path: Path, data: bytes) -> None:
     "Write a file of the cache, whole or not at all. A read-only or full disk costs time at the next start, nothing else."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f: f.write(data)
-        os.replace(f.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:       # goes, whatever happens, and with it half a file
+            part = Path(folder)/"part"
+            part.write_bytes(data)
+            os.replace(part, path)
     except OSError: pass
 
 # %% ../nbs/11_cuda.ipynb #16d2e6ae
@@ -169,7 +171,7 @@ def device() -> Device:
     try: return _device(cp.cuda.runtime.getDevice())
     except cp.cuda.runtime.CUDARuntimeError as e: raise CudaError(f"no GPU that can be used: {e}") from None
 
-# %% ../nbs/11_cuda.ipynb #a786908d
+# %% ../nbs/11_cuda.ipynb #dbb0b48e
 MODULES = {}                                          # file -> CudaModule: what the tests compile
 
 class CudaModule:
@@ -225,11 +227,6 @@ class Kernel:
             call(driver.cuFuncSetAttribute, function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
             self._allowed[int(function)] = shared
 
-    def occupancy(self, threads: int, shared: int = 0) -> int:
-        "Blocks of this many threads that fit on one multiprocessor (emulated: registers do not count)."
-        if emulated_arch(): return min(2048//threads, 16, device().shared_bytes//max(1, shared + self.function.static_bytes))
-        return call(_bindings("driver").cuOccupancyMaxActiveBlocksPerMultiprocessor, self.function, threads, shared)
-
     def resources(self) -> dict:
         "What the loaded function uses, from the driver."
         if emulated_arch(): return {"registers": 0, "local": 0, "shared": self.function.static_bytes}
@@ -241,7 +238,7 @@ class Kernel:
         "Launch once; for more than once, keep a Launch."
         Launch(self, grid, block, args, **kw)()
 
-# %% ../nbs/11_cuda.ipynb #a5476d06
+# %% ../nbs/11_cuda.ipynb #aa554231
 @functools.cache
 def _format(kind: type) -> str:
     "How an argument of a type lies in its 8 bytes, as `struct` writes it; a pointer if it is no number."
@@ -269,7 +266,7 @@ def pack_args(args) -> tuple[np.ndarray, np.ndarray]:
 
 class Launch:
     "A kernel with its grid and arguments, ready to be started again and again."
-    def __init__(self, kernel: Kernel, grid, block, args, shared: int = 0, pdl: bool = False, cooperative: bool = False):
+    def __init__(self, kernel: Kernel, grid, block, args, shared: int = 0, pdl: bool = False):
         self.kernel, self.args, self.function = kernel, args, kernel.function                              # args keeps the arrays alive
         self.values, self.addresses = pack_args(args)
         driver = None if isinstance(self.function, EmulatedKernel) else _bindings("driver")
@@ -277,7 +274,7 @@ class Launch:
         (c.gridDimX, c.gridDimY, c.gridDimZ), (c.blockDimX, c.blockDimY, c.blockDimZ) = [(*n, 1, 1)[:3] if isinstance(n, tuple) else (n, 1, 1) for n in (grid, block)]
         c.sharedMemBytes = shared
         if driver is None: self.function.check(*self._shape(), shared, args); return
-        c.attrs = _attributes(driver, pdl, cooperative)
+        c.attrs = _attributes(driver, pdl)
         c.numAttrs = len(c.attrs)
         kernel.allow(self.function, shared)
         self.params, self._start, self._stream = self.addresses.__array_interface__["data"][0] if args else 0, driver.cuLaunchKernelEx, None
@@ -301,18 +298,12 @@ class Launch:
         else: self.function.launch(*self._shape(), self.config.sharedMemBytes, self.args, self.addresses, self.config.pdl)
 
 @functools.cache
-def _attributes(driver, pdl: bool, cooperative: bool) -> list:
-    "Launch attributes: programmatic dependent launch, cooperative grid."
-    out, ids = [], driver.CUlaunchAttributeID
-    if pdl:
-        a = driver.CUlaunchAttribute()
-        a.id, a.value.programmaticStreamSerializationAllowed = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1
-        out.append(a)
-    if cooperative:
-        a = driver.CUlaunchAttribute()
-        a.id, a.value.cooperative = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 1
-        out.append(a)
-    return out
+def _attributes(driver, pdl: bool) -> list:
+    "Launch attributes: programmatic dependent launch."
+    if not pdl: return []
+    a = driver.CUlaunchAttribute()
+    a.id, a.value.programmaticStreamSerializationAllowed = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1
+    return [a]
 
 # %% ../nbs/11_cuda.ipynb #c4ddc6b4
 class Graph:

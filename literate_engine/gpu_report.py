@@ -97,28 +97,27 @@ def work_gpu(step: GpuStep) -> dict[str, tuple[int, int]]: # kind of launch -> b
         out[i.op] = total[0] + nbytes, total[1] + flops
     return out
 
-# %% ../nbs/72_gpu_report.ipynb #ca40cc09
+# %% ../nbs/72_gpu_report.ipynb #55d41f02
 def measure_model(path, name: str, batches=(1,), prefills=(), depths=(), runs: int = 5, n_gen: int = 128, max_model_len: int = 8192, gemm_backend: str = "own", say=print) -> list[dict]:
     "The rows of one model: decoding at several batch sizes and depths, prompts, and how long it took to load."
     from literate_engine.llm import LLM
     start = time.perf_counter()
-    llm = LLM(path, device="cuda", max_model_len=max_model_len, max_num_seqs=max([32, *batches]), enable_prefix_caching=False, gemm_backend=gemm_backend)
-    rows = [{"model": name, "what": "load", "gemm": gemm_backend, "value": time.perf_counter() - start, "unit": "s", "bytes": Path(path).stat().st_size}]
-    program, ceiling = llm.engine.model.program, bytes_per_token(Path(path))
-    def row(what, batch, depth, values, step):
-        us, work = {k: v*1e6 for k, v in profile_gpu(step, 5).items()}, work_gpu(step)
-        rows.append({"model": name, "what": what, "gemm": gemm_backend, "batch": batch, "depth": depth, "value": float(np.median(values)), "all": [float(v) for v in values], "unit": "tok/s", "launches": len(step.launches), "us": us,
-                     "weight_bytes": ceiling, **{name: {op: n[i] for op, n in work.items()} for i, name in enumerate(("bytes", "flops"))}})
-        say(name, what, batch, depth, gemm_backend, f"{rows[-1]['value']:.0f} tok/s", [round(v) for v in values], {k: round(v) for k, v in us.items()})
-    def step_of(decode, tokens): return min((s for k, s in program.steps.items() if k.decode == decode and k.tokens >= tokens), key=lambda s: s.shape.tokens)
-    for b in batches:
-        ask_all(llm.engine, prompts_of(llm, b, 16, 99), 8)                # makes the graphs
-        row("decode", b, 0, [decode_rate(ask_all(llm.engine, prompts_of(llm, b, 16, i), n_gen)) for i in range(runs)], step_of(True, b))
-    for n in prefills:
-        times = [llm.generate(prompts_of(llm, 1, n, i), progress=False, params=_one_token())[0].timing["prefill"] for i in range(runs + 1)][1:]
-        row("prefill", 1, n, [n/t for t in times], program.step())          # of the last piece: the batch still holds it
-    for n in depths: row("decode", 1, n, [decode_rate(ask_all(llm.engine, prompts_of(llm, 1, n, i), 64)) for i in range(2)], step_of(True, 1))
-    llm.close()
+    with LLM(path, device="cuda", max_model_len=max_model_len, max_num_seqs=max([32, *batches]), enable_prefix_caching=False, gemm_backend=gemm_backend) as llm:    # closed after an error too: the next model finds the GPU free
+        rows = [{"model": name, "what": "load", "gemm": gemm_backend, "value": time.perf_counter() - start, "unit": "s", "bytes": Path(path).stat().st_size}]
+        program, ceiling = llm.engine.model.program, bytes_per_token(Path(path))
+        def row(what, batch, depth, values, step):
+            us, work = {k: v*1e6 for k, v in profile_gpu(step, 5).items()}, work_gpu(step)
+            rows.append({"model": name, "what": what, "gemm": gemm_backend, "batch": batch, "depth": depth, "value": float(np.median(values)), "all": [float(v) for v in values], "unit": "tok/s", "launches": len(step.launches), "us": us,
+                         "weight_bytes": ceiling, **{name: {op: n[i] for op, n in work.items()} for i, name in enumerate(("bytes", "flops"))}})
+            say(name, what, batch, depth, gemm_backend, f"{rows[-1]['value']:.0f} tok/s", [round(v) for v in values], {k: round(v) for k, v in us.items()})
+        def step_of(decode, tokens): return min((s for k, s in program.steps.items() if k.decode == decode and k.tokens >= tokens), key=lambda s: s.shape.tokens)
+        for b in batches:
+            ask_all(llm.engine, prompts_of(llm, b, 16, 99), 8)                # makes the graphs
+            row("decode", b, 0, [decode_rate(ask_all(llm.engine, prompts_of(llm, b, 16, i), n_gen)) for i in range(runs)], step_of(True, b))
+        for n in prefills:
+            times = [llm.generate(prompts_of(llm, 1, n, i), progress=False, params=_one_token())[0].timing["prefill"] for i in range(runs + 1)][1:]
+            row("prefill", 1, n, [n/t for t in times], program.step())          # of the last piece: the batch still holds it
+        for n in depths: row("decode", 1, n, [decode_rate(ask_all(llm.engine, prompts_of(llm, 1, n, i), 64)) for i in range(2)], step_of(True, 1))
     return rows
 
 def _one_token():

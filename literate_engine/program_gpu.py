@@ -218,11 +218,11 @@ def fuse(code: list[Instruction], keep=()) -> list[Instruction]:
     for one in (fuse_store, fuse_attention, fuse_sums, fuse_norms, merge_linears): code = one(code, keep)
     return code
 
-# %% ../nbs/30_program_gpu.ipynb #7d2fbaaa
+# %% ../nbs/30_program_gpu.ipynb #d0cc5b85
 MAX_SHAPES = 96                                       # of steps whose launches are kept: each takes some memory of the GPU and of the host
 
 def bucket(n: int, most: int) -> int:
-    "The number of rows that a step of n is padded to: 1, 2, 4, 8, then a quarter of the next power of two at a time"
+    "The number of rows that a step of n is padded to: 1, 2, 4, 8, then a multiple of an eighth of the next power of two, and of 8; `most` where that would be more"
     if n <= 8: return min(most, 1 << (n - 1).bit_length())
     step = max(8, 1 << (n - 1).bit_length() - 3)
     return min(most, -(-n//step)*step)
@@ -236,10 +236,10 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, batch, max_outs: int) -> "Bucket":
-        "The smallest that a batch fits into"
+        "The smallest that a batch fits into; no larger than the batch can become"
         decode, outs = batch.num_tokens == batch.num_seqs, bucket(max(1, batch.num_out), max_outs)
-        tokens = bucket(batch.num_tokens, batch.max_num_tokens)
-        return cls(tokens, tokens if decode else bucket(batch.num_seqs, batch.max_num_seqs), outs, decode)
+        seqs = bucket(batch.num_seqs, min(batch.max_num_seqs, batch.max_num_tokens))
+        return cls(seqs if decode else bucket(batch.num_tokens, batch.max_num_tokens), seqs, outs, decode)
 
 # %% ../nbs/30_program_gpu.ipynb #bb387237
 def pinned(n: int) -> np.ndarray: # int32 [n] of zeros

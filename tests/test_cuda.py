@@ -1,6 +1,7 @@
 """Every kernel compiles for every chip, without a GPU; the cache of compiled kernels survives damage; the module needs neither CuPy nor a GPU."""
 import importlib
 import os
+import resource
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -16,10 +17,9 @@ from literate_engine.cuda import ARCHS, MODULES, CudaError, CudaModule, Source, 
 pytest.importorskip("cuda.bindings", reason="the compiler is in the development requirements")
 for _path in Path(cuda.__file__).parent.glob("*.py"):
     if "CudaModule(" in _path.read_text("utf-8"): importlib.import_module(f"literate_engine.{_path.stem}")
-SPILLS = {"gemv<Q8_0, 1, 4, 1, 4>": "8 bytes on sm_90, where three blocks (the next plan) are as fast",
-          "gemm_mma<Q5_1, 4, 2>": "16 bytes on sm_100 and later; the plan with one tile of rows does not, and `tune` chooses",
-          "gemm_mma<Q6_K, 4, 2>": "on sm_120 only; the plan with one tile of rows does not, and `tune` chooses",
-          "attention_tile<128, true>": "16 bytes or less, once for 64 positions", "attention_tile<256, true>": "16 bytes on sm_100, once for 32 positions"}
+SPILLS = {("gemm_mma<Q5_1, 4, 2>", 100): 16, ("gemm_mma<Q5_1, 4, 2>", 120): 16, ("gemm_mma<Q6_K, 4, 2>", 120): 300,               # bytes, at most; the plan with one tile of rows has none, and `tune` chooses
+          ("attention_tile<128, true>", 80): 8, ("attention_tile<128, true>", 86): 8, ("attention_tile<128, true>", 89): 8, ("attention_tile<128, true>", 90): 16,      # once for 64 positions
+          ("attention_tile<256, true>", 100): 16}                                                                                   # once for 32 positions
 
 
 def compiled(job: tuple[str, str, int]) -> tuple[str, int, int, int]:
@@ -39,11 +39,11 @@ def test_every_file_has_a_module():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles(arch, pool):
-    "All that the engine may launch on this architecture, without spills."
+    "All that the engine may launch on this architecture, without spills but for those that are known, and no more of these"
     jobs = [(file, name, arch) for file in sorted(MODULES) for name in MODULES[file].names(arch)]
     assert jobs
     results = list(pool.map(compiled, jobs, chunksize=4))
-    assert not (spill := [(name, spills) for name, _, spills, _ in results if spills and name not in SPILLS]), f"sm_{arch}: registers spill in {spill}"
+    assert not (spill := [(name, spills) for name, _, spills, _ in results if spills > SPILLS.get((name, arch), 0)]), f"sm_{arch}: registers spill in {spill}"
     assert all(0 < registers <= 255 for *_, registers in results)
 
 
@@ -57,7 +57,7 @@ def test_an_error_names_file_and_line(tmp_path, monkeypatch):
 
 
 def test_the_cache(tmp_path, monkeypatch):
-    "Keyed by all that goes in; damage in any place means compiling again; a folder that cannot be written costs time only."
+    "Keyed by all that goes in; damage in any place means compiling again; a full disk, or a folder that cannot be written, costs time only, and nothing is left of it"
     monkeypatch.setenv("LITERATE_CACHE", str(tmp_path))
     source = Source.of("template <int N> __global__ void f(int* y) { *y = N; }\n")
     first = compile_kernel(source, "f<1>", 80)
@@ -71,6 +71,11 @@ def test_the_cache(tmp_path, monkeypatch):
         path.write_bytes(damaged)
         again = compile_kernel(source, "f<1>", 80)
         assert again.cubin == first.cubin and path.read_bytes().split(b"\n", 2)[2] == first.cubin
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))           # a full disk: the write stops in the middle
+    try: assert compile_kernel(source, "f<9>", 80).cubin and compile_kernel(source, "f<9>", 80).cubin
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len([p for p in (tmp_path / "cuda").glob("*/*")]) == 5, "half a file was left"
     monkeypatch.setenv("LITERATE_CACHE", str(path))                   # a file where a folder should be
     assert compile_kernel(source, "f<1>", 80).cubin == first.cubin
 

@@ -68,7 +68,7 @@ def test_probe_graph_and_events():
     g(); g(); g.synchronize()
     assert float(y.min()) == float(y.max()) == 10
     assert all(t > 0 for t in bench_gpu({"g": g}, runs=2)["g"])
-    assert PROBE["relay"].occupancy(256) == 8 and PROBE["relay"].resources()["shared"] == 0
+    assert PROBE["relay"].resources()["shared"] == 0
 
 
 def test_intrinsics():

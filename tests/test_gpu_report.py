@@ -1,10 +1,13 @@
 """What a step on a GPU cannot do without, counted a second time from the file and token by token; the report's rows and the table of the README that shows them."""
+import gc
 from pathlib import Path
 
 import pytest
 
+from literate_engine import gpu_report
 from literate_engine.config import ModelConfig
 from literate_engine.core import fixture
+from literate_engine.cuda import CudaError, cupy
 from literate_engine.gguf import GGUFFile
 from literate_engine.gpu_report import measure_model, random_dense, speeds, work_gpu
 from literate_engine.model import Model
@@ -67,6 +70,18 @@ def test_rows_of_the_report(small):
         assert set(r["us"]) == {"step", *r["bytes"]} and set(r["bytes"]) == set(r["flops"]) and sum(r["bytes"][op] for op in PRODUCTS if op in r["bytes"]) == r["weight_bytes"] - norms(small)
         assert r["value"] > 0 and r["bytes"]["rope_attention"] > 0
     assert rows[2]["flops"]["rope_attention"] == 3*4*2*128*40*41//2
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+def test_a_measurement_that_fails_leaves_no_model(small, monkeypatch):
+    "The GPU is free for the next one, and the error is told"
+    used = cupy().get_default_memory_pool().used_bytes
+    gc.collect()
+    before, seen = used(), []
+    def broken(step, runs): seen.append(used()); raise CudaError("a fault")
+    monkeypatch.setattr(gpu_report, "profile_gpu", broken)
+    with pytest.raises(CudaError, match="a fault"): measure_model(small, "small", runs=1, n_gen=3, max_model_len=128, say=lambda *_: None)
+    assert seen[0] > before == used()
 
 
 def norms(path) -> int:
