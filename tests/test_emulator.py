@@ -156,6 +156,16 @@ def test_asynchronous_copies():
     assert np.array_equal(run(body), np.arange(64) % 32)
 
 
+def test_static_arrays_are_aligned():
+    "Where the compiler puts them: an address in shared memory is a multiple of what the pointer is a multiple of."
+    for before in ("", "__shared__ char c[5]; if (threadIdx.x == 0) c[0] = 0;"):
+        body = before + """__shared__ __align__(128) float s[128]; u32 a = shared_address(s);
+  for (int i = threadIdx.x; i < 128; i += 32) s[i] = i;
+  __syncwarp(); uint4 v = shared16(a + 16 * threadIdx.x); y[threadIdx.x] = __uint_as_float(v.y); y[32 + threadIdx.x] = a % 128;"""
+        y = run(body, block=32)
+        assert np.array_equal(y[:32], 4*np.arange(32) + 1) and not y[32:].any()
+
+
 # ---------------------------------------------------------------- mistakes
 SHARED = "__shared__ float s[64];\n"
 MISTAKES = {
