@@ -45,12 +45,13 @@ SHOWN void barrier_init(u32 barrier, u32 count);
 SHOWN void barrier_arrive(u32 barrier, u32 bytes);
 SHOWN bool barrier_try(u32 barrier, u32 parity);
 SHOWN void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier);
+SHOWN void atomic(const void* p, u32 size);
 SHOWN void trap(const char* what, int line);
 SHOWN u16 float_half(float f);
 SHOWN u16 half_fma(u16 a, u16 b, u16 c);
 
 template <class T> inline T* global(const void* p) {
-  if (__builtin_expect((const char*)p < arena | (const char*)p >= arena_end | ((size_t)p & (sizeof(T) - 1)) != 0 | early, 0)) check_global(p, sizeof(T));
+  if (__builtin_expect((const char*)p < arena | (const char*)p >= arena_end | ((size_t)p & (sizeof(T) - 1)) != 0, 0)) check_global(p, sizeof(T));
   return (T*)p;
 }
 template <class T> inline T* shared(u32 p) { return (T*)shared_pointer(p, sizeof(T)); }
@@ -134,8 +135,9 @@ inline void __trap(LINE) { emu::trap("__trap", line); }
 inline size_t __cvta_generic_to_shared(const void* p) { return emu::shared_name(p); }
 
 // ---------------------------------------------------------------- atomics: one thread runs at a time
-#define UNSEEN __attribute__((no_sanitize("thread"), noinline))      // by the search for races
-#define ATOMIC(NAME, STEP) template <class T, class V> UNSEEN T atomic##NAME(T* p, V v) { T a = *p, b = (T)v; *p = STEP; return a; }
+#define UNSEEN template <class T, class V> __attribute__((no_sanitize("thread"), noinline)) T      // its load and its store are told as one access
+#define ATOMIC(NAME, STEP) namespace emu { UNSEEN NAME(T* p, V v) { T a = *p, b = (T)v; *p = STEP; return a; } } \
+  template <class T, class V> __forceinline__ T atomic##NAME(T* p, V v) { emu::atomic(p, sizeof(T)); return emu::NAME(p, v); }
 ATOMIC(Add, a + b)
 ATOMIC(Sub, a - b)
 ATOMIC(Min, a < b ? a : b)
@@ -145,7 +147,8 @@ ATOMIC(Or, a | b)
 ATOMIC(Xor, a ^ b)
 ATOMIC(Exch, ((void)a, b))
 ATOMIC(Inc, a >= b ? 0 : a + 1)
-template <class T> UNSEEN T atomicCAS(T* p, T compare, T v) { T a = *p; if (a == compare) *p = v; return a; }
+namespace emu { UNSEEN CAS(T* p, T compare, V v) { T a = *p; if (a == compare) *p = (T)v; return a; } }
+template <class T> __forceinline__ T atomicCAS(T* p, T compare, T v) { emu::atomic(p, sizeof(T)); return emu::CAS(p, compare, v); }
 
 // ---------------------------------------------------------------- numbers
 inline int __float_as_int(float f) { return emu::as<int>(f); }

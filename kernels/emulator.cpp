@@ -15,6 +15,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 #include <map>
+#include <mutex>
 #include <vector>
 #define EMULATOR
 #include "emulated.cuh"
@@ -105,22 +106,26 @@ struct Thread {
   bool early; const char* state; int op, line; void* place;     // where it waits, or how it ended
   int group; std::vector<Copy> copies;
 };
-struct Warp { Thread* lane[32]; u32 exist, ready, arrived, yielded, ended; int round; u64 value[2][32]; };
-struct Bulk { u32 barrier; Copy copy; };
-struct Report { char text[2048]; u64 address, place; int size, block[3], thread[3], triggered; };
+struct Warp { Thread* lane[32]; u32 exist, ready, arrived, yielded, ended; int round; bool news; u64 met, value[2][32]; };      // met: when, the last time; news: a lane knows what others do not
+// What is known of a warp: that all before `met` is done, and what `lanes` did until `last`, which is before the next meeting
+struct Seen { u64 met, last; u32 lanes; };
+struct Clock { Seen of[32]; };
+struct Bulk { u32 barrier; Copy copy; Clock done; };
+struct Report { char text[2048]; u64 address, place; int block[3], thread[3], triggered; };
 
 SHOWN uint3 threadIdx, blockIdx;
 SHOWN dim3 blockDim, gridDim;
 namespace emu { SHOWN const char *arena, *arena_end; SHOWN bool early; SHOWN float half_table[1 << 16]; }
 
-constexpr size_t STACK = 128 << 10, BELOW = 16 << 20, SHARED_ROOM = 256 << 10, GUARD = 256 << 10;
+constexpr size_t STACK = 128 << 10, BELOW = 16 << 20, SHARED_ROOM = 256 << 10, GUARD = 256 << 10, ARENA = (size_t)1 << 37;
 static char* stacks; static size_t page;
 static Thread threads[1024], home, *current = &home;
 static Warp warps[32];
 static std::vector<Bulk> bulks;
-static int total, progress, alive; static u32 epoch = 1;        // epoch: how often all of a block have met, over all blocks
+static int total, progress, alive;
+static u64 now = 1, block_met = 1;                              // now: grows with each meeting of a warp or block and each arrival at a barrier in shared memory
 static struct { int waiting, line, sum[2], round; void* place; std::vector<Thread*> threads; } barrier;
-static char *room, *dynamic, *static_begin, *static_end; static u32 dynamic_bytes, dynamic_name;
+static char *room, *dynamic, *static_begin, *static_end, *static_zero; static u32 dynamic_bytes, dynamic_name;      // static_zero: what has the name 1024
 static void (*entry)(void**); static void** params;
 static bool pdl, triggered; static const u64* dirty; static int dirty_n;
 struct Span { u64 begin, end, low, high; char* written; };      // an array among the arguments, and what of it has been written: bytes of [low, high), 1 in `written` each
@@ -157,7 +162,8 @@ static void wait_as(const char* state, int line, void* place) {
   next_lane();
   t->state = 0;
 }
-static void touched(u32 shared, u32 n, bool writes);
+enum Access { READ, WRITE, ATOMIC };
+static void touched(u32 shared, u32 n, Access how);
 static void finish_copies(Thread* t, int keep) {
   size_t left = 0;
   for (size_t i = 0; i < t->copies.size(); i++) {
@@ -165,7 +171,7 @@ static void finish_copies(Thread* t, int keep) {
     if (c.group >= t->group - keep) { t->copies[left++] = c; continue; }
     char* to = (char*)emu::shared_pointer(c.to, 1);
     memcpy(to, c.from, c.bytes); memset(to + c.bytes, 0, c.n - c.bytes);
-    touched(c.to, c.n, true);
+    touched(c.to, c.n, WRITE);
   }
   t->copies.resize(left);
 }
@@ -183,6 +189,7 @@ static void run_thread() {
 static const char* OPS[] = {"__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__match_any_sync", "__reduce_sync", "mma", "ldmatrix", "group"};
 static void mma_all(Warp& w, u64* v);
 static void ldmatrix_all(Warp& w, u64* v);
+[[gnu::noinline]] static void tell_all(Warp& w);
 // "lanes 0-3: __shfl_xor_sync {place}; lanes 4-31: has ended"; a place in braces becomes a line later
 static void describe(char* out, size_t size, Warp& w) {
   size_t n = 0; u32 left = w.exist;
@@ -212,7 +219,8 @@ const u64* meet(Op op, u64 value, int line) {
   }
   if (op == MMA) mma_all(w, w.value[round]);
   if (op == LDMATRIX) ldmatrix_all(w, w.value[round]);
-  w.arrived = 0; w.round++; w.ready = w.exist; progress++;
+  w.arrived = 0; w.round++; w.ready = w.exist; progress++; w.met = ++now;
+  if (__builtin_expect(w.news, 0)) tell_all(w);
   return w.value[round];
 }
 int block_barrier(int add, int line) {
@@ -225,29 +233,27 @@ int block_barrier(int add, int line) {
   barrier.sum[round] += add;
   if (++barrier.waiting < total) { barrier.threads.push_back(current); wait_as("waits at __syncthreads", line, place); return barrier.sum[round]; }
   for (Thread* t : barrier.threads) t->warp->ready |= 1u << t->lane;
-  barrier.threads.clear(); barrier.waiting = 0; barrier.round++; progress++; epoch++;
+  barrier.threads.clear(); barrier.waiting = 0; barrier.round++; progress++; block_met = ++now;
+  for (int i = 0; i < (total + 31) / 32; i++) warps[i].met = now;
   return barrier.sum[round];
 }
 
 // ---------------------------------------------------------------- memory
 void check_global(const void* p, u32 size) {
   u64 place = PLACE;
-  report->size = size;
   if ((const char*)p < arena || (const char*)p + size > arena_end) fail((u64)p, place, "@");
   if ((u64)p & (size - 1)) fail((u64)p, place, "misaligned: %d bytes at once", size);
-  if (current->early) for (int i = 0; i < dirty_n; i++) if ((u64)p >= dirty[2 * i] && (u64)p < dirty[2 * i + 1])
-    fail((u64)p, place, "read before pdl_wait, though the kernel before may still be writing it");
 }
 static void* shared_at(u32 a, u32 size, u64 place) {
-  char* p = a >= dynamic_name ? dynamic + (a - dynamic_name) : static_begin + (int)(a - 1024);
-  bool there = a >= dynamic_name ? (u64)a + size <= (u64)dynamic_name + dynamic_bytes : a >= 1024 && p + size <= static_end;
-  if (!there) fail(0, place, "%d bytes of shared memory at %d, but the block has %d", size, (int)(a - 1024), (int)(dynamic_name - 1024 + dynamic_bytes));
+  char* p = a >= dynamic_name ? dynamic + (a - dynamic_name) : static_zero + (int)(a - 1024);
+  bool there = a >= dynamic_name ? (u64)a + size <= (u64)dynamic_name + dynamic_bytes : p >= static_begin && p + size <= static_end;
+  if (!there) fail(0, place, "%d bytes of shared memory at %d, but the block has %d", size, (int)(a - 1024), (int)(static_end - static_begin + dynamic_bytes));
   if (a & (size <= 16 ? size - 1 : 15)) fail(0, place, "misaligned: %d bytes at once of shared memory, at %d", size, (int)(a - 1024));
   return p;
 }
 u32 shared_name(const void* p) {
   char* c = (char*)p;
-  if (c >= static_begin && c < static_end) return 1024 + (u32)(c - static_begin);
+  if (c >= static_begin && c < static_end) return 1024 + (u32)(c - static_zero);
   if (c >= dynamic && c <= dynamic + dynamic_bytes) return dynamic_name + (u32)(c - dynamic);
   fail(0, PLACE, "takes the shared address of what is not in shared memory");
 }
@@ -257,37 +263,83 @@ void thread_triggered() { triggered = true; }
 void thread_waited() { current->early = early = false; }
 void trap(const char* what, int) { fail(0, PLACE, "%s", what); }
 
-// Who touched each byte of shared memory last, and when. Two threads may touch a byte, one of them writing, only if they have met in between: the whole block at a
-// barrier (a new epoch), or a warp (a new round)
-struct Touch { u32 epoch; u16 thread, round; };
-enum : u16 { MANY = 0xffff, OF_WARP = 0x8000 };                 // readers from several warps; several lanes of warp t & 31
-static Touch wrote[SHARED_ROOM], did_read[SHARED_ROOM];
-static inline bool apart(const Touch& t, const Thread* me, int number) {       // no meeting since then
-  if (t.epoch != epoch || t.thread == number) return false;
-  if (t.thread == MANY) return true;
-  int warp = t.thread & OF_WARP ? t.thread & 31 : t.thread >> 5;
-  return warp != number >> 5 || t.round == (u16)me->warp->round;
-}
-static void race(const Touch& t, bool wrote_it, bool writes, u64 place) {
-  char who[60];
-  if (t.thread & OF_WARP) snprintf(who, sizeof who, t.thread == MANY ? "other warps" : "other lanes");
-  else { auto& i = threads[t.thread].index; snprintf(who, sizeof who, "thread (%d, %d, %d)", i.x, i.y, i.z); }
-  fail(0, place, "%s shared memory that %s %s, and they have not met in between", writes ? "writes" : "reads", who, wrote_it ? "wrote" : "read");
-}
-static inline void touch_shared(u32 at, u32 n, bool writes, u64 place) {
-  Thread* me = current; int number = me - threads;
-  for (u32 i = at; i < at + n && i < SHARED_ROOM; i++) {
-    Touch &w = wrote[i], &r = did_read[i];
-    if (apart(w, me, number)) race(w, true, writes, place);
-    if (writes) {
-      if (apart(r, me, number)) race(r, false, writes, place);
-      w = {epoch, (u16)number, (u16)me->warp->round};
-    } else if (r.epoch != epoch) r = {epoch, (u16)number, (u16)me->warp->round};
-    else if (r.thread != number) {
-      bool same = r.thread != MANY && (r.thread & OF_WARP ? r.thread & 31 : r.thread >> 5) == number >> 5;
-      r = {epoch, (u16)(same ? OF_WARP | number >> 5 : MANY), (u16)me->warp->round};
-    }
+// Who touched each byte of shared memory last, and when. Two threads may touch a byte, one of them writing, only if something orders the two: a meeting of the block or of the warp
+// since then, or a barrier in shared memory at which the one arrived afterwards and for whose phase the other has waited. Atomic operations are not in each other's way.
+struct Touch { u64 both; u64 time() const { return both >> 16; } u16 thread() const { return both; } };
+enum : u16 { MANY = 0xffff, OF_WARP = 0x8000 };                 // threads of several warps; several lanes of warp t & 31
+static int warp_of(Touch t) { return t.thread() & OF_WARP ? t.thread() & 63 : t.thread() >> 5; }          // 63: MANY
+static Touch wrote[SHARED_ROOM], did_read[SHARED_ROOM], did_atomic[SHARED_ROOM];
+// The later of both, warp by warp
+static void learn(Clock& c, const Clock& from) {
+  for (int i = 0; i < 32; i++) {
+    Seen &a = c.of[i]; const Seen& b = from.of[i];
+    if (b.met > a.met) a = b;
+    else if (b.met == a.met) { a.last = b.last > a.last ? b.last : a.last; a.lanes |= b.lanes; }
   }
+}
+static Clock known[1024];                                       // by each thread, of what happened since the block has met
+static bool phased, atomics;                                    // whether this block has barriers in shared memory, and atomic operations
+static u64 (*by)[SHARED_ROOM][32];                              // if phased: when each warp last read a byte [0], or changed it by an atomic operation [1]
+static inline bool knows(int me, int warp, u64 time, u32 lanes) { const Seen& s = known[me].of[warp]; return time < s.met || time <= s.last && s.lanes & lanes; }
+struct Me { u16 number, warp; u64 block, met; };                // who touches now, and since when its block and its warp have met, as Touches compare
+// Whether nothing orders that touch and what `me` does now. PLAIN: there are only meetings of warps and of the block
+template <bool PLAIN> static inline bool apart(Touch t, const Me& me, const u64* by_warp) {
+  if (t.both < me.block || t.thread() == me.number) return false;
+  if (warp_of(t) == me.warp && t.both < me.met) return false;
+  if (PLAIN || !phased) return true;
+  if (t.thread() != MANY) return !knows(me.number, warp_of(t), t.time(), t.thread() & OF_WARP ? ~0u : 1u << (t.thread() & 31));
+  for (int k = 0; k < 32; k++) if (k != me.warp && by_warp[k] >= block_met && !knows(me.number, k, by_warp[k], ~0u)) return true;
+  return false;
+}
+// One more that reads, or does an atomic operation: alone if the others come before it for certain
+template <bool PLAIN> static inline void join(Touch& t, const Me& me, u64* by_warp) {
+  u16 who = !apart<PLAIN>(t, me, by_warp) ? me.number : warp_of(t) == me.warp ? OF_WARP | me.warp : MANY;
+  t = {now << 16 | who};
+  if (!PLAIN && phased) by_warp[me.warp] = now;
+}
+[[gnu::cold, gnu::noinline]] static void race(Touch t, Access before, Access how, u64 place) {
+  static const char* VERBS[] = {"reads", "writes", "atomically changes"}; static const char* DID[] = {"read", "wrote", "atomically changed"};
+  char who[60];
+  if (t.thread() & OF_WARP) snprintf(who, sizeof who, t.thread() == MANY ? "other warps" : "other lanes");
+  else { auto& i = threads[t.thread()].index; snprintf(who, sizeof who, "thread (%d, %d, %d)", i.x, i.y, i.z); }
+  fail(0, place, "%s shared memory that %s %s, and they have not met in between", VERBS[how], who, DID[before]);
+}
+template <bool PLAIN> static inline void touch_each(u32 at, u32 n, Access how, u64 place) {
+  u16 number = current - threads;
+  Me me = {number, (u16)(number >> 5), block_met << 16, current->warp->met << 16};
+  Touch w_before, r_before, noted;
+  for (u32 i = at; i < at + n && i < SHARED_ROOM; i++) {
+    Touch &w = wrote[i], &r = did_read[i], &a = did_atomic[i];
+    if (PLAIN && i > at && w.both == w_before.both && r.both == r_before.both) { (how == WRITE ? w : r) = noted; continue; }        // as the byte before
+    w_before = w; r_before = r;
+    u64 *readers = PLAIN || !phased ? 0 : by[0][i], *changers = PLAIN || !phased ? 0 : by[1][i];
+    if (apart<PLAIN>(w, me, 0)) race(w, WRITE, how, place);
+    if (how != READ && apart<PLAIN>(r, me, readers)) race(r, READ, how, place);
+    if (!PLAIN && how != ATOMIC && apart<PLAIN>(a, me, changers)) race(a, ATOMIC, how, place);
+    if (how == WRITE) w = {now << 16 | number};
+    else join<PLAIN>(how == READ ? r : a, me, how == READ ? readers : changers);
+    noted = how == WRITE ? w : r;
+  }
+}
+[[gnu::noinline]] static void touch_mixed(u32 at, u32 n, Access how, u64 place) { touch_each<false>(at, n, how, place); }
+static inline void touch_shared(u32 at, u32 n, Access how, u64 place) {
+  if (how == ATOMIC) atomics = true;
+  if (__builtin_expect(phased || atomics, 0)) touch_mixed(at, n, how, place); else touch_each<true>(at, n, how, place);
+}
+// The arrays, and whose memory each piece of the arena is: two never share one
+struct Owned { u64 begin, end; };
+static Owned owned[ARENA / GUARD];
+static inline Owned& owner(u64 p) { return owned[(p - (u64)arena) / GUARD]; }
+[[gnu::cold, gnu::noinline]] static void no_access(u64 p, u32 n, Access how, u64 place) {
+  const Owned& a = owner(p);
+  if (p < a.begin || p + n > a.end) fail(p, place, how == READ ? "@r" : "@w");
+  if (how != READ) fail(p, place, "written before pdl_wait");
+  for (int i = 0; i < dirty_n; i++) if (p < dirty[2 * i + 1] && p + n > dirty[2 * i]) fail(p, place, "read before pdl_wait, though the kernel before may still be writing it");
+}
+// A thread stays inside arrays, and before pdl_wait it neither writes nor reads what the kernel before may still be writing
+static inline void touch_global(u64 p, u32 n, Access how, u64 place) {
+  const Owned& a = owner(p);
+  if (__builtin_expect(p < a.begin | p + n > a.end | early, 0)) no_access(p, n, how, place);
 }
 static inline void note_write(u64 p, u32 n) {
   if (!span || p < span->begin || p >= span->end) {
@@ -301,40 +353,33 @@ static inline void note_write(u64 p, u32 n) {
   memset(span->written + (p - span->begin), 1, p + n > span->end ? span->end - p : n);
 }
 // Every access of a kernel to memory comes by here: the compiler puts the calls in
-static inline void touch(const char* p, u32 n, bool writes, u64 place) {
-  if (p >= dynamic && p < dynamic + dynamic_bytes) touch_shared(dynamic_name - 1024 + (u32)(p - dynamic), n, writes, place);
-  else if (p >= static_begin && p < static_end) touch_shared((u32)(p - static_begin), n, writes, place);
-  else if ((early || writes) && p >= arena && p < arena_end) {
-    if (writes) note_write((u64)p, n);
-    if (!early) return;
-    report->size = n;
-    if (writes) fail((u64)p, place, "written before pdl_wait");
-    for (int i = 0; i < dirty_n; i++) if ((u64)p >= dirty[2 * i] && (u64)p < dirty[2 * i + 1]) fail((u64)p, place, "read before pdl_wait, though the kernel before may still be writing it");
+static inline void touch(const char* p, u32 n, Access how, u64 place) {
+  if ((u64)p - (u64)arena < ARENA) {
+    touch_global((u64)p, n, how, place);
+    if (how != READ) note_write((u64)p, n);
   }
+  else if (p >= dynamic && p < dynamic + dynamic_bytes) touch_shared(dynamic_name - 1024 + (u32)(p - dynamic), n, how, place);
+  else if (p >= static_begin && p < static_end) touch_shared((u32)(p - static_zero), n, how, place);
 }
+void atomic(const void* p, u32 size) { touch((const char*)p, size, ATOMIC, PLACE); }
 #define HOOK(N) \
-  extern "C" SHOWN void __tsan_read##N(void* p) { touch((char*)p, N, false, PLACE); } extern "C" SHOWN void __tsan_write##N(void* p) { touch((char*)p, N, true, PLACE); } \
-  extern "C" SHOWN void __tsan_unaligned_read##N(void* p) { touch((char*)p, N, false, PLACE); } extern "C" SHOWN void __tsan_unaligned_write##N(void* p) { touch((char*)p, N, true, PLACE); } \
-  extern "C" SHOWN void __tsan_volatile_read##N(void* p) { touch((char*)p, N, false, PLACE); } extern "C" SHOWN void __tsan_volatile_write##N(void* p) { touch((char*)p, N, true, PLACE); }
+  extern "C" SHOWN void __tsan_read##N(void* p) { touch((char*)p, N, READ, PLACE); } extern "C" SHOWN void __tsan_write##N(void* p) { touch((char*)p, N, WRITE, PLACE); } \
+  extern "C" SHOWN void __tsan_unaligned_read##N(void* p) { touch((char*)p, N, READ, PLACE); } extern "C" SHOWN void __tsan_unaligned_write##N(void* p) { touch((char*)p, N, WRITE, PLACE); } \
+  extern "C" SHOWN void __tsan_volatile_read##N(void* p) { touch((char*)p, N, READ, PLACE); } extern "C" SHOWN void __tsan_volatile_write##N(void* p) { touch((char*)p, N, WRITE, PLACE); }
 HOOK(1) HOOK(2) HOOK(4) HOOK(8) HOOK(16)
-extern "C" SHOWN void __tsan_read_range(void* p, size_t n) { touch((char*)p, n, false, PLACE); }
-extern "C" SHOWN void __tsan_write_range(void* p, size_t n) { touch((char*)p, n, true, PLACE); }
+extern "C" SHOWN void __tsan_read_range(void* p, size_t n) { touch((char*)p, n, READ, PLACE); }
+extern "C" SHOWN void __tsan_write_range(void* p, size_t n) { touch((char*)p, n, WRITE, PLACE); }
 extern "C" SHOWN void __tsan_init() {}
 extern "C" SHOWN void __tsan_func_entry(void*) {}
 extern "C" SHOWN void __tsan_func_exit() {}
 
 // Asynchronous copies: garbage until they are waited for, and read only then
 static void check_copy(u32 to, const void* from, u32 n, u32 bytes, u64 place) {
-  report->size = bytes;
   if (bytes && ((const char*)from < arena || (const char*)from + bytes > arena_end)) fail((u64)from, place, "@");
   if ((u64)from & ((n < 16 ? n : 16) - 1)) fail((u64)from, place, "misaligned: a copy of %d bytes", n);
-  if (early) for (int i = 0; i < dirty_n; i++) if ((u64)from >= dirty[2 * i] && (u64)from < dirty[2 * i + 1])
-    fail((u64)from, place, "read before pdl_wait, though the kernel before may still be writing it");
-  volatile char sink = 0; for (u32 i = 0; i < bytes; i += 4096) sink = ((const char*)from)[i];
-  if (bytes) sink = ((const char*)from)[bytes - 1];
-  (void)sink;
-  memset(shared_at(to, n, place), 0xff, n);
-  touch_shared(to - 1024, n, true, place);
+  if (bytes) touch_global((u64)from, bytes, READ, place);
+  memset(shared_at(to, n < 16 ? n : 16, place), 0xff, n);
+  touch_shared(to - 1024, n, WRITE, place);
 }
 void copy(u32 to, const void* from, u32 n, u32 bytes) {
   if (bytes > n) fail(0, PLACE, "a copy of %d bytes into %d", bytes, n);
@@ -344,39 +389,63 @@ void copy(u32 to, const void* from, u32 n, u32 bytes) {
 void copy_commit() { current->group++; }
 void copy_wait(int n) { finish_copies(current, n); }
 
-// A barrier in shared memory: count and arrivals missing, bytes missing, phase
+// A barrier in shared memory: count and arrivals missing, bytes missing, phase. Whoever waits for a phase knows what those knew who arrived.
 struct Barrier { u16 count, missing; int bytes : 31; u32 phase : 1; };
-static void barrier_check(Barrier* b) { if (!b->missing && !b->bytes) { b->phase ^= 1; b->missing = b->count; progress++; epoch++; } }
-void barrier_init(u32 a, u32 count) { Barrier* b = (Barrier*)shared_at(a, 8, PLACE); *b = {(u16)count, (u16)count, 0, 0}; }
+struct Told { Clock open, ended; };                             // by who has arrived; by then, when the last phase ended
+static std::map<u32, Told> told;
+static Barrier* barrier_at(u32 a, Access how, u64 place) {
+  Barrier* b = (Barrier*)shared_at(a, 8, place);
+  if (!by) by = (u64(*)[SHARED_ROOM][32])calloc(2, sizeof *by);
+  phased = true;
+  touch_shared(a - 1024, 8, how, place);
+  return b;
+}
+static void barrier_check(Barrier* b, Told& t) { if (!b->missing && !b->bytes) { b->phase ^= 1; b->missing = b->count; progress++; t.ended = t.open; } }
+static void tell(Clock& c, const Thread* t, u64 time) {
+  Clock own = {};
+  own.of[(t - threads) >> 5] = {t->warp->met, time, 1u << t->lane};
+  learn(c, own);
+}
+void barrier_init(u32 a, u32 count) { *barrier_at(a, WRITE, PLACE) = {(u16)count, (u16)count, 0, 0}; }
 void barrier_arrive(u32 a, u32 bytes) {
-  Barrier* b = (Barrier*)shared_at(a, 8, PLACE);
+  Barrier* b = barrier_at(a, ATOMIC, PLACE); Told& t = told[a];
   if (!b->missing || b->missing > b->count) fail(0, PLACE, "arrives at a barrier that expects nobody: it was not initialised, or more arrive than it counts");
   b->bytes += bytes; b->missing--; progress++;
-  barrier_check(b);
+  learn(t.open, known[current - threads]); tell(t.open, current, now++);
+  barrier_check(b, t);
 }
 void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16) fail(0, PLACE, "a bulk copy of %d bytes: expected a multiple of 16", bytes);
-  u32 last = to + bytes;
-  check_copy(to, from, 16, 16, PLACE);
-  check_copy(last - 16, (const char*)from + bytes - 16, 16, 16, PLACE);
-  memset(shared_at(to, 16, PLACE), 0xff, bytes); touch_shared(to - 1024, bytes, true, PLACE);
-  bulks.push_back({barrier, {to, from, bytes, bytes, 0}});
+  shared_at(to + bytes - 16, 16, PLACE);
+  check_copy(to, from, bytes, bytes, PLACE);
+  Clock c = {}; tell(c, current, now++);
+  bulks.push_back({barrier, {to, from, bytes, bytes, 0}, c});
   progress++;
 }
 bool barrier_try(u32 a, u32 parity) {
-  Barrier* b = (Barrier*)shared_at(a, 8, PLACE);
+  Barrier* b = barrier_at(a, ATOMIC, PLACE); Told& t = told[a];
   for (size_t i = 0; i < bulks.size();) {
     if (bulks[i].barrier != a) { i++; continue; }
     Copy c = bulks[i].copy;
     memcpy(shared_at(c.to, 16, PLACE), c.from, c.bytes);
+    learn(t.open, bulks[i].done);
     bulks.erase(bulks.begin() + i);
-    b->bytes -= c.bytes; progress++; barrier_check(b);
+    b->bytes -= c.bytes; progress++; barrier_check(b, t);
   }
-  if (b->phase != (parity & 1)) return true;
-  Thread* t = current;
-  t->warp->yielded |= 1u << t->lane;
-  wait_as("waits at a barrier in shared memory", 0, (void*)PLACE);
-  return b->phase != (parity & 1);
+  if (b->phase == (parity & 1)) {
+    current->warp->yielded |= 1u << current->lane;
+    wait_as("waits at a barrier in shared memory", 0, (void*)PLACE);
+    if (b->phase == (parity & 1)) return false;
+  }
+  learn(known[current - threads], t.ended); current->warp->news = true;
+  return true;
+}
+// When a warp meets, its lanes know together what each of them knew
+static void tell_all(Warp& w) {
+  Clock& all = known[w.lane[0] - threads];
+  for (int i = 1; i < 32; i++) if (w.lane[i]) learn(all, known[w.lane[i] - threads]);
+  for (int i = 1; i < 32; i++) if (w.lane[i]) known[w.lane[i] - threads] = all;
+  w.news = false;
 }
 
 u16 float_half(float f) {
@@ -401,7 +470,8 @@ u16 half_fma(u16 a, u16 b, u16 c) {
 }
 }
 
-static void touched(u32 shared, u32 n, bool writes) { emu::touch_shared(shared - 1024, n, writes, (u64)current->place); }
+static void tell_all(Warp& w) { emu::tell_all(w); }
+static void touched(u32 shared, u32 n, Access how) { emu::touch_shared(shared - 1024, n, how, (u64)current->place); }
 
 // ---------------------------------------------------------------- tensor cores
 template <class T, class S, int HALVES, class Get> static void multiply(Warp& w, u64* v, Get get) {
@@ -444,7 +514,7 @@ static void ldmatrix_all(Warp& w, u64* v) {
     const u16* row[8];
     for (int i = 0; i < 8; i++) {
       u32 p = ((emu::LdmatrixArgs*)v[8 * m + i])->p;
-      row[i] = (const u16*)emu::shared_at(p, 16, (u64)current->place); touched(p, 16, false);
+      row[i] = (const u16*)emu::shared_at(p, 16, (u64)current->place); touched(p, 16, READ);
     }
     for (int lane = 0; lane < 32; lane++) {
       int g = lane >> 2, t = lane & 3;
@@ -481,9 +551,10 @@ static void on_signal(int sig, siginfo_t* info, void* context) {
 }
 
 // ---------------------------------------------------------------- the memory of the GPU
-static constexpr size_t ARENA = (size_t)1 << 37;
-static char* arena_next; static std::map<size_t, std::vector<char*>> arena_free;
+static char* arena_next; static std::mutex arena_lock;          // threads of the host come here at the same time
+static std::map<size_t, std::vector<char*>> arena_free;
 extern "C" SHOWN int emulator_start() {
+  std::lock_guard<std::mutex> alone(arena_lock);
   if (emu::arena) return 0;
   page = sysconf(_SC_PAGESIZE);
   char* a = (char*)mmap(0, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -501,19 +572,26 @@ extern "C" SHOWN int emulator_start() {
   emu::arena_end = a + ARENA; emu::arena = a;
   return 0;
 }
-// Pages of its own, then some that nobody may touch; the array ends where they do, but for what makes it begin at a multiple of 16
+// Pages of its own, then GUARD bytes that nobody may touch; the array ends where they begin, but for what makes it begin at a multiple of 16
+static size_t pages(size_t bytes) { return (bytes + page - 1) / page * page + (bytes ? 0 : page); }
+static void own(char* first, size_t size, emu::Owned whose) { for (char* p = first; p < first + size + GUARD; p += GUARD) emu::owner((u64)(p < first + size ? p : first + size - 1)) = whose; }
 extern "C" SHOWN void* emulator_alloc(size_t bytes) {
-  size_t size = (bytes + page - 1) / page * page + (bytes ? 0 : page); char* p;
+  std::lock_guard<std::mutex> alone(arena_lock);
+  size_t size = pages(bytes); char* p;
   auto& free = arena_free[size];
   if (!free.empty()) { p = free.back(); free.pop_back(); }
   else { p = arena_next; if (p + size + GUARD > emu::arena_end) return 0; arena_next += size + GUARD; }
   if (mprotect(p, size, PROT_READ | PROT_WRITE)) return 0;
   memset(p, 0xff, size);
-  return p + size - (bytes + 15) / 16 * 16;
+  char* at = p + size - (bytes + 15) / 16 * 16;
+  own(p, size, {(u64)at, (u64)at + bytes});
+  return at;
 }
 extern "C" SHOWN void emulator_free(void* at, size_t bytes) {
-  size_t size = (bytes + page - 1) / page * page + (bytes ? 0 : page);
+  std::lock_guard<std::mutex> alone(arena_lock);
+  size_t size = pages(bytes);
   char* p = (char*)at + (bytes + 15) / 16 * 16 - size;
+  own(p, size, {0, 0});
   if (size > 1 << 20) madvise(p, size, MADV_DONTNEED);
   mprotect(p, size, PROT_NONE);
   arena_free[size].push_back(p);
@@ -543,10 +621,10 @@ static void run_block(u64 seed) {
     t.warp = &warps[i >> 5]; t.lane = i & 31; t.early = pdl; t.state = 0; t.group = 0; t.copies.clear();
     u32 x = i % blockDim.x, y = i / blockDim.x % blockDim.y, z = i / blockDim.x / blockDim.y;
     t.index = {x, y, z};
-    if (!t.lane) memset(&warps[i >> 5], 0, sizeof(Warp));
+    if (!t.lane) { memset(&warps[i >> 5], 0, sizeof(Warp)); warps[i >> 5].met = now + 1; }
     warps[i >> 5].lane[i & 31] = &t; warps[i >> 5].exist |= 1u << (i & 31); warps[i >> 5].ready = warps[i >> 5].exist;
   }
-  epoch++;
+  block_met = ++now; emu::phased = emu::atomics = false;
   bulks.clear(); barrier.waiting = barrier.round = 0; barrier.threads.clear();
   memset(static_begin, 0xff, static_end - static_begin); memset(dynamic, 0xff, room + page + SHARED_ROOM - dynamic);
   int n = (total + 31) / 32, first = seed % n, idle = 0;
@@ -581,10 +659,10 @@ static void run_block(u64 seed) {
 extern "C" SHOWN int emulator_launch(void (*kernel)(void**), void** arguments, const u32* grid, const u32* block, u32 shared, u64 seed, double seconds, int dependent, char* begin, char* end,
                                      const u64* written, int written_n, Span* arrays, int arrays_n, Report* out) {
   static char* alternate = (char*)malloc(1 << 16);
-  entry = kernel; params = arguments; report = out; pdl = dependent; triggered = false; dirty = written; dirty_n = written_n; spans = arrays; spans_n = arrays_n; span = 0; static_begin = begin; static_end = end;
+  entry = kernel; params = arguments; report = out; pdl = dependent; triggered = false; dirty = written; dirty_n = written_n; spans = arrays; spans_n = arrays_n; span = 0; static_begin = begin; static_end = end; static_zero = begin - ((u64)begin & 127);
   gridDim = {grid[0], grid[1], grid[2]}; blockDim = {block[0], block[1], block[2]}; total = block[0] * block[1] * block[2];
   memset(out, 0, sizeof *out);
-  dynamic_bytes = shared; dynamic_name = 1024 + (u32)(end - begin + 15) / 16 * 16;
+  dynamic_bytes = shared; dynamic_name = 1024 + (u32)(end - static_zero + 15) / 16 * 16;
   char* top = room + page + SHARED_ROOM;                        // dynamic shared memory lies as near to the forbidden page as its address modulo 1024 allows
   dynamic = top - shared; dynamic -= ((u64)dynamic - dynamic_name) & 1023;
   stack_t stack = {}, old_stack; stack.ss_sp = alternate; stack.ss_size = 1 << 16;

@@ -156,6 +156,16 @@ def test_asynchronous_copies():
     assert np.array_equal(run(body), np.arange(64) % 32)
 
 
+def test_static_arrays_are_aligned():
+    "Where the compiler puts them: an address in shared memory is a multiple of what the pointer is a multiple of."
+    for before in ("", "__shared__ char c[5]; if (threadIdx.x == 0) c[0] = 0;"):
+        body = before + """__shared__ __align__(128) float s[128]; u32 a = shared_address(s);
+  for (int i = threadIdx.x; i < 128; i += 32) s[i] = i;
+  __syncwarp(); uint4 v = shared16(a + 16 * threadIdx.x); y[threadIdx.x] = __uint_as_float(v.y); y[32 + threadIdx.x] = a % 128;"""
+        y = run(body, block=32)
+        assert np.array_equal(y[:32], 4*np.arange(32) + 1) and not y[32:].any()
+
+
 # ---------------------------------------------------------------- mistakes
 SHARED = "__shared__ float s[64];\n"
 MISTAKES = {
@@ -168,9 +178,18 @@ MISTAKES = {
     "a race of two warps": (SHARED + "s[threadIdx.x] = 1;\ny[threadIdx.x] = s[threadIdx.x ^ 63];", "shared memory that thread .* and they have not met in between\n    source, line [45]"),
     "a race in a warp": (SHARED + "s[threadIdx.x] = 1;\ny[threadIdx.x] = s[threadIdx.x ^ 1];", "they have not met in between"),
     "a write after a read": (SHARED + "s[threadIdx.x] = 1; __syncthreads();\ny[threadIdx.x] = s[threadIdx.x ^ 63];\ns[threadIdx.x] = 2;", "(writes|reads) shared memory that .* (read|wrote), and they have not met"),
+    "a write after the second of two reads": (SHARED + "float v = 0; if (threadIdx.x == 1) v = s[0]; __syncwarp();\nif (threadIdx.x == 1) v += *(volatile float*)s;\nif (threadIdx.x == 2) s[0] = 1; y[threadIdx.x] = v;", "(writes|reads) shared memory that .* (read|wrote), and they have not met"),
+    "a write after the second of two reads of a block": (SHARED + "float v = s[0]; __syncthreads(); v += *(volatile float*)s; __syncwarp();\nif (threadIdx.x == 2) s[0] = 1; y[threadIdx.x] = v;", "(writes|reads) shared memory that .* (read|wrote), and they have not met"),
+    "an atomic operation and a read": (SHARED + "if (threadIdx.x == 0) s[0] = 0; __syncthreads();\natomicAdd(s, 1.f);\ny[threadIdx.x] = s[0];", "(reads shared memory that .* atomically changed|atomically changes shared memory that .* read), and they have not met in between\n    source, line [56]"),
+    "an atomic operation before the zeros": (SHARED + "if (threadIdx.x == 40) s[0] = 0;\natomicAdd(s, 1.f);", "(writes shared memory that .* atomically changed|atomically changes shared memory that .* wrote), and they have not met"),
     "a write past the end": ("y[threadIdx.x + 1] = 1;", r"thread \(63, 0, 0\): writes just past the end of argument 0 \(float32 \[64\]\)\n    source, line 3"),
-    "a write just past an odd end": ("((float*)x)[33] = threadIdx.x;", r"wrote past the end of argument 1 \(float32 \[33\]\)"),
-    "a read before the start": ("y[0] = x[-4096];", r"reads 16384 bytes before argument 1"),
+    "a write just past an odd end": ("((float*)x)[33] = threadIdx.x;", r"writes just past the end of argument 1 \(float32 \[33\]\)\n    source, line 3"),
+    "a read just past an odd end": ("y[threadIdx.x] = x[threadIdx.x];", r"thread \(33, 0, 0\): reads just past the end of argument 1"),
+    "a read before the start": ("y[0] = x[-1];", r"reads 4 bytes before argument 1"),
+    "a write before the start": ("y[(int)threadIdx.x - 5] = 1;", r"thread \(0, 0, 0\): writes 20 bytes before argument 0 \(float32 \[64\]\)\n    source, line 3"),
+    "a read a page before the start": ("y[0] = x[-4096];", r"reads 16384 bytes before argument 1"),
+    "an atomic operation past the end": ("atomicAdd(y + threadIdx.x + 1, 1.f);", r"thread \(63, 0, 0\): writes just past the end of argument 0 \(float32 \[64\]\)\n    source, line 3"),
+    "a copy from before the start": ("__shared__ __align__(16) float s[4];\ncopy<16>(shared_address(s), x - 4); copy_commit(); copy_wait<0>();", r"reads 16 bytes before argument 1 \(float32 \[33\]\)\n    kernels/ptx.cuh, line \d+, in source, line 4"),
     "a null pointer": ("y[0] = loadf((const float*)0 + 1);", "at the null pointer"),
     "a misaligned load": ("y[threadIdx.x] = loadf4(x + threadIdx.x).x;", r"misaligned: 16 bytes at once \(in argument 1 \(float32 \[33\]\), byte 4\)\n    kernels/ptx.cuh.*, in source, line 3"),
     "a misaligned pointer": ("y[threadIdx.x] = ((const float4*)(x + threadIdx.x))->x;", "not a multiple of the type's size"),
@@ -179,6 +198,62 @@ MISTAKES = {
     "no memory for local variables": ("float big[65536]; for (int i = 0; i < 65536; i++) big[i] = x[i % 33]; y[0] = big[(int)x[3]];", "too much memory in local variables"),
     "a division by zero": ("y[0] = 7 / (int)x[0];", "divided by zero\n    source, line 3"),
     "a trap": ("__trap();", "__trap")}
+
+
+ARRIVALS = SHARED + """__shared__ u64 full, empty; u32 f = shared_address(&full), e = shared_address(&empty); int t = threadIdx.x, lane = t & 31, warp = t >> 5; float v = 0; (void)e, (void)lane;
+if (t == 0) { barrier_init(f, FULL); barrier_init(e, EMPTY); }
+__syncthreads();
+"""
+ROUNDS = ("if (warp == 0) for (int i = 0; i < 4; i++) { if (i) barrier_wait(e, (i - 1) & 1); __syncwarp(); s[lane] = s[32 + lane] = i; __syncwarp(); if (lane == 0) barrier_arrive(f); }\n"
+          "else for (int i = 0; i < 4; i++) { barrier_wait(f, i & 1); v += s[lane ^ 5] + s[lane * 2]; LAST barrier_arrive(e); }\ny[t & 63] = v;")
+ORDERED = {
+    "a pipe, each lane arrives": (1, 64, 96, ROUNDS.replace("LAST", "")),
+    "a pipe, one lane of a warp arrives": (1, 2, 96, ROUNDS.replace("LAST", "__syncwarp(); if (lane == 7)")),
+    "a chain of two": (1, 1, 96, "if (t == 5) { s[0] = 3; barrier_arrive(f); }\nif (t == 40) { barrier_wait(f, 0); s[1] = 1; barrier_arrive(e); }\nif (warp == 2) { barrier_wait(e, 0); v = s[0] + s[1]; }\ny[t & 63] = v;"),
+    "one waits for its warp": (32, 1, 64, "if (warp == 0) { s[lane] = t; barrier_arrive(f); }\nelse { if (lane == 9) barrier_wait(f, 0); __syncwarp(); v = s[31 - lane]; }\ny[t] = v;"),
+    "a lane for another of its warp": (1, 1, 32, "if (t == 9) { s[0] = 1; barrier_arrive(f); }\nif (t == 3) { barrier_wait(f, 0); v = s[0]; }\ny[t] = v;"),
+    "copies": (1, 64, 96, "if (t == 0) for (int i = 0; i < 3; i++) { if (i) barrier_wait(e, (i - 1) & 1); barrier_expect(f, 128); bulk_copy(shared_address(s), x, 128, f); }\n"
+                          "if (warp) for (int i = 0; i < 3; i++) { barrier_wait(f, i & 1); v += s[lane]; barrier_arrive(e); }\ny[t & 63] = v;")}
+UNMET = "and they have not met in between"
+UNORDERED_WAYS = {
+    "nobody waits": (1, 1, 64, "if (t == 40) { s[0] = 1; barrier_arrive(f); }\nif (t == 0) v = s[0];\ny[t] = v;"),
+    "another arrives": (1, 1, 96, "if (t == 40) s[0] = 1;\nif (t == 70) barrier_arrive(f);\nif (t == 0) { barrier_wait(f, 0); v = s[0]; }\ny[t & 63] = v;"),
+    "written after the arrival": (1, 1, 64, "if (t == 40) { barrier_arrive(f); s[0] = 1; }\nif (t == 0) { barrier_wait(f, 0); v = s[0]; }\ny[t] = v;"),
+    "one arrives for its warp before it": (1, 1, 64, "if (warp == 1) { s[lane] = 1; if (lane == 31) barrier_arrive(f); }\nelse { barrier_wait(f, 0); v = s[lane]; }\ny[t] = v;"),
+    "one waits, its warp reads": (1, 1, 64, "if (warp == 1) { s[lane] = 1; __syncwarp(); if (lane == 31) barrier_arrive(f); }\nelse { if (lane == 0) barrier_wait(f, 0); v = s[lane]; }\ny[t] = v;"),
+    "a full place is written": (1, 1, 64, "if (warp == 0) { s[lane] = 1; __syncwarp(); if (lane == 0) barrier_arrive(f); __syncwarp(); s[lane] = 2; }\nelse { barrier_wait(f, 0); v = s[lane]; }\ny[t] = v;"),
+    "a copy to where others read": (1, 1, 96, "if (t == 0) { barrier_expect(f, 128); bulk_copy(shared_address(s), x, 128, f); barrier_wait(f, 0); barrier_expect(e, 128); bulk_copy(shared_address(s), x, 128, e); }\n"
+                                          "if (warp) { barrier_wait(f, 0); v = s[lane]; }\ny[t & 63] = v;"),
+    "the wrong one is waited for": (1, 1, 96, "if (t == 40) { s[0] = 1; barrier_arrive(f); }\nif (t == 70) { s[1] = 1; barrier_arrive(e); }\nif (t == 0) { barrier_wait(e, 0); v = s[0]; }\ny[t & 63] = v;"),
+    "a barrier not yet initialised by its block": (1, 1, 64, "__shared__ u64 late; u32 l = shared_address(&late); if (t == 40) barrier_init(l, 1);\nif (t == 0) { barrier_arrive(l); barrier_wait(l, 0); }\ny[t] = v;")}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_barriers_in_shared_memory(seed, monkeypatch):
+    "They order what was done before an arrival and what is done after a wait, and nothing else."
+    monkeypatch.setattr(emulator.EmulatedKernel, "seed", seed)
+    ways = lambda full, empty, threads, body: (ARRIVALS.replace("FULL", str(full)).replace("EMPTY", str(empty)) + body, None, 2, threads)
+    for way in ORDERED.values(): run(*ways(*way))
+    for what, way in UNORDERED_WAYS.items():
+        with pytest.raises(CudaError, match=UNMET if "not yet" not in what else f"{UNMET}|expects nobody"):
+            run(*ways(*way))
+            pytest.fail(what)
+
+
+def test_threads_of_the_host_share_the_memory():
+    "Memory is taken and given back in several threads at once, and no address belongs to two."
+    lib, held, twice = emulator._emulator(), set(), []
+    def work():
+        for _ in range(2000):
+            at = lib.emulator_alloc(256)
+            if at in held: twice.append(at)
+            held.add(at)
+            held.discard(at)
+            lib.emulator_free(at, 256)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert not twice
 
 
 @pytest.mark.parametrize("what", MISTAKES)
@@ -218,6 +293,8 @@ def test_dependent_launches():
     with pytest.raises(CudaError, match=r"read before pdl_wait, though the kernel before may still be writing it \(in argument 1"): reads(1, 64, [b, a], pdl=True)
     good(1, 64, [a, x], pdl=True); cp.cuda.get_current_stream().synchronize()
     reads(1, 64, [b, a], pdl=True)
+    atomic = CudaModule(text % "atomicAdd(y, 1.f); pdl_wait();")["f"]
+    with pytest.raises(CudaError, match=r"written before pdl_wait \(in argument 0.*\n    source, line 4"): atomic(1, 64, [a, x], pdl=True)
     with pytest.raises(CudaError, match="ends without pdl_wait"): never(1, 64, [a, x], pdl=True)
     never(1, 64, [a, x])                                          # launched plainly, it need not
 
@@ -360,6 +437,10 @@ def test_parts_of_an_array():
     rows = CudaModule("__global__ void f(float* y, int first) { y[(2 * blockIdx.x + first) * 32 + threadIdx.x] = 5; }\n")["f"]
     on(s, rows, 4, 32, [y, 0]); on(t, rows, 4, 32, [y, 1])        # every other row
     with pytest.raises(CudaError, match=UNORDERED): on(t, rows, 1, 32, [y, 6])
+    s.synchronize(); t.synchronize()
+    one = CudaModule("__global__ void f(int* y, int i) { atomicAdd(y + i, 1); }\n")["f"]
+    on(s, one, 1, 32, [y.view(np.int32), 7]); on(t, one, 1, 32, [y.view(np.int32), 8])                 # what atomic operations changed, too
+    with pytest.raises(CudaError, match=UNORDERED): on(t, one, 1, 32, [y.view(np.int32), 7])
     s.synchronize(); t.synchronize(); y[:3] = 3; y[64] = 4
     assert y[0] == 3 and y[64] == 4
 
