@@ -163,7 +163,7 @@ def _stream(llm, token_ids: list[int], params, goes_on: bool = False) -> str:
     else: print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #7e975ec0
+# %% ../nbs/61_cli.ipynb #ea45e710
 @app.command()
 def generate(
     model: Model,
@@ -182,9 +182,10 @@ def generate(
     "Continue a text."
     from literate_engine.sampling import SamplingParams
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    text = _text(prompt)
     with _llm(model, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
-        if not json: _stream(llm, llm.encode(_text(prompt)), params); return
-        out = llm.generate(_text(prompt), params)[0]
+        if not json: _stream(llm, llm.encode(text), params); return
+        out = llm.generate(text, params)[0]
     _print_json({"text": out.text, "token_ids": list(out.token_ids), "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
                  "num_prompt_tokens": len(out.prompt_token_ids), "timing": out.timing})
 
