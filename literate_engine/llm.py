@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['POOLINGS', 'choices', 'TokenLogprob', 'RequestOutput', 'LLM', 'default_pooling', 'Pool']
 
-# %% ../nbs/44_llm.ipynb #3aca58e3
+# %% ../nbs/44_llm.ipynb #964df0a8
 import queue
 import sys
 import threading
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .chat import checked_messages, template_variables
 from .engine import Engine, EngineFull, StepOutput
 from .hosttier import CacheReport
 from .sampling import SamplingParams, logprobs
@@ -62,7 +63,7 @@ class RequestOutput:
         if o.prompt_logprobs is not None: self.prompt_logprobs = [x and named(i, *x) for i, x in zip(self.prompt_token_ids, o.prompt_logprobs)]
         for name in ("finish_reason", "stop_reason", "timing", "num_cached_tokens", "error"): setattr(self, name, getattr(o, name))
 
-# %% ../nbs/44_llm.ipynb #f4367985
+# %% ../nbs/44_llm.ipynb #6f6ef042
 def _stop_aside(engine: Engine) -> None:
     "On a thread of its own: whatever thread finds an LLM forgotten may be the engine's."
     threading.Thread(target=engine.stop, name="stop", daemon=True).start()
@@ -93,12 +94,20 @@ class LLM:
         self._collect([lambda heard, ids=ids, p=p: self.engine.submit(ids, p, heard, priority=priority, cache_salt=cache_salt) for ids, p, _ in jobs], outputs, progress)
         return outputs
 
-    def chat(self, messages: list[dict], params: SamplingParams | None = None, tools: list | None = None, priority: int = 0, cache_salt: str = "",
-             **template_options) -> list[RequestOutput]:
-        "Answer a conversation with the file's chat template: one output for each choice."
-        if self.engine.chat_template is None: raise ValueError(f"{self.engine.name} has no chat template: use generate")
+    def chat(self,
+        messages: list[dict],             # with role and content
+        params: SamplingParams | None = None,
+        tools: list | None = None,        # schemas, for a template that reads them; calls in the answer stay text
+        priority: int = 0,
+        cache_salt: str = "",
+        **variables,                      # further ones that the template reads, like enable_thinking
+    ) -> list[RequestOutput]:             # one for each choice
+        "Answer a conversation with the file's chat template. What the template does not read is refused."
+        if (template := self.engine.chat_template) is None: raise ValueError(f"{self.engine.name} has no chat template: use generate")
         if not messages: raise ValueError("messages: expected at least one")
-        return self.generate(self.engine.chat_template.encode(self.tokenizer, messages, tools=tools, **template_options), params, priority=priority, cache_salt=cache_salt)
+        _check_variables(template.source, tools, variables)
+        ids = template.encode(self.tokenizer, checked_messages(messages, template.source), tools=tools or None, **variables)
+        return self.generate(ids, params, priority=priority, cache_salt=cache_salt)
 
     def encode(self, prompt) -> list[int]:
         "Token ids of a prompt; ids pass through, checked."
@@ -106,7 +115,9 @@ class LLM:
         return self.engine.check_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def close(self): self.engine.stop()
-    def __enter__(self): return self
+    def __enter__(self):
+        if not self.engine.ready: raise RuntimeError("the engine is stopped")
+        return self
     def __exit__(self, *exc): self.close()
 
 # %% ../nbs/44_llm.ipynb #947efe2d
@@ -147,6 +158,16 @@ def _as_list(prompts) -> list:
     if not isinstance(prompts, list | tuple | np.ndarray): raise ValueError(f"prompts: expected str, a list of token ids, or a list of these, got {type(prompts).__name__}")
     prompts = list(prompts)
     return [prompts] if prompts and all(hasattr(p, "__index__") and np.ndim(p) == 0 for p in prompts) else prompts
+
+# %% ../nbs/44_llm.ipynb #31187fe4
+def _check_variables(source: str, tools, variables: dict) -> None:
+    "TypeError for a keyword that neither `chat` nor the template knows, ValueError for tools that the template does not show to the model."
+    known = template_variables(source)
+    for name in sorted(variables.keys() - known):
+        hint = f"; for sampling: params=SamplingParams({name}=...)"*(name in SamplingParams.__dataclass_fields__)
+        raise TypeError(f"chat() got an unexpected keyword argument {name!r}: it is no variable of this model's chat template{hint}")
+    if not isinstance(tools, list | tuple | None): raise ValueError(f"tools: expected a list, got {type(tools).__name__}")
+    if tools and "tools" not in known: raise ValueError("tools: this model's chat template does not read them")
 
 # %% ../nbs/44_llm.ipynb #c815bc93
 def _logits(self, token_ids: list[int] | str) -> np.ndarray:      # [n_tokens, n_vocab] float32

