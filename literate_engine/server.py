@@ -7,7 +7,7 @@ __all__ = ['log', 'SSE_HEADERS', 'router', 'Limits', 'Serving', 'read_body', 'Go
            'chat_completions', 'completions', 'Embedded', 'embeddings', 'health', 'models', 'model', 'props', 'metrics',
            'slots', 'tokenize', 'detokenize', 'Guard', 'create_app', 'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #094534ed
+# %% ../nbs/51_server.ipynb #9a5fd7b8
 import argparse
 import asyncio
 import functools
@@ -22,7 +22,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -30,6 +29,7 @@ from starlette.requests import ClientDisconnect
 
 from .access import Access, Refused, access_for, check_type
 from .chat import TemplateError
+from .connections import QUEUE, ConnectionLimits, Server, http_config
 from .core import find_model
 from .engine import Engine, EngineFull
 from .llm import Pool, default_pooling
@@ -40,10 +40,10 @@ from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatR
 from .sampling import CONSTRAINTS, ConstraintError, SamplingParams
 from .settings import config_of
 
-# %% ../nbs/51_server.ipynb #b14315f3
+# %% ../nbs/51_server.ipynb #3be38752
 @dataclass(frozen=True)
-class Limits:
-    "What one request may ask of the server."
+class Limits(ConnectionLimits):
+    "What connections may cost, and what one request may ask of the server."
     body_bytes: int = 16 << 20
     body_seconds: float = 60.0           # to send its body
     json_depth: int = MAX_DEPTH
@@ -51,7 +51,7 @@ class Limits:
     slots_seconds: float = 30.0          # to wait for the end of a step, for /slots
     ping_seconds: float = 10.0           # a comment line after so much silence in a stream; negative: never
 
-# %% ../nbs/51_server.ipynb #8716d86f
+# %% ../nbs/51_server.ipynb #985f7bdb
 class Serving:
     "The engine (perhaps still loading), its public name, the limits, and who may ask."
     def __init__(self, engine, model_name: str | None = None, limits: Limits | None = None, access: Access | None = None):
@@ -83,16 +83,26 @@ class Serving:
         return self.engine.max_model_len * max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)), default=1)
 
     def check_length(self, num_chars: int, param: str) -> None:
-        if num_chars <= self.max_chars: return
-        raise RequestError(f"the text has {num_chars} characters; this server's context holds {self.engine.max_model_len} tokens", param,
-                           code="context_length_exceeded")
+        if num_chars > self.max_chars: raise self.too_long(f"the text has {num_chars} characters", param)
+
+    def too_long(self, what: str, param: str) -> RequestError:
+        return RequestError(f"{what}; this server's context holds {self.engine.max_model_len} tokens", param, code="context_length_exceeded")
+
+    def check_items(self, body: dict) -> None:
+        "Refuse lists that are longer than what they could be good for: a message and an id take a token at least."
+        context, n_vocab = self.engine.max_model_len, self.engine.tokenizer.n_vocab
+        most = {"messages": context, "prompt": max(context, self.limits.choices), "input": max(context, MAX_INPUTS)}
+        for param, value in body.items():
+            if not isinstance(value, list | dict) or len(value) <= most.get(param, max(context, n_vocab)): continue
+            if param in most: raise self.too_long(f"{param}: {len(value)} items", param)
+            raise invalid(param, f"{len(value)} items, at most {max(context, n_vocab)}")
 
     def stop(self) -> None:
         "End what is being answered; called on the event loop."
         self.stopping = True
         for live in self.live: live.put(None)
 
-# %% ../nbs/51_server.ipynb #b9c41e6b
+# %% ../nbs/51_server.ipynb #f14efbbd
 log = logging.getLogger("literate_engine.server")
 
 def _serving(request: Request) -> Serving: return request.app.state.serving
@@ -106,6 +116,8 @@ async def read_body(request: Request) -> dict:
     "The JSON object of a request, read within the limits."
     try: check_type(request.headers.raw)
     except Refused as e: raise _error(e) from None
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise RequestError(f"content-encoding {coding[:50]!r} is not supported: send the body as it is", status=415)
     limits, chunks, size = _serving(request).limits, [], 0
     too_large = RequestError(f"the body is larger than {limits.body_bytes} bytes", status=413)
     if int(request.headers.get("content-length") or 0) > limits.body_bytes: raise too_large
@@ -117,6 +129,11 @@ async def read_body(request: Request) -> dict:
     except ClientDisconnect: raise RequestError("the client left before its body was complete") from None
     except TimeoutError: raise RequestError(f"the body did not arrive within {limits.body_seconds:g} s", status=408) from None
     return parse_json(b"".join(chunks), limits.json_depth)
+
+def _checked(model: type, body: dict, serving: Serving):
+    "The request in a body: its lists are measured before anything looks at what is in them."
+    serving.check_items(body)
+    return parse_request(model, body)
 
 # %% ../nbs/51_server.ipynb #7974547b
 class Gone(Exception):
@@ -280,14 +297,14 @@ def _told(error: Exception) -> RequestError:
 
 Answer.stream, Answer._opening, Answer._events = _stream, _opening, _events
 
-# %% ../nbs/51_server.ipynb #05761660
+# %% ../nbs/51_server.ipynb #ff392a0d
 router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request):
     "OpenAI's chat route."
     serving, body = _serving(request), await read_body(request)
-    engine, asked = serving.engine, parse_request(ChatCompletionRequest, body)
+    engine, asked = serving.engine, _checked(ChatCompletionRequest, body, serving)
     if engine.chat_template is None:
         raise RequestError("this model's file has no chat template: it is a base model, use /v1/completions", "messages", code="no_chat_template")
     ids = await asyncio.to_thread(_chat_ids, serving, asked)
@@ -297,26 +314,35 @@ async def chat_completions(request: Request):
 async def completions(request: Request):
     "OpenAI's older route: a prompt, given as text or as token ids, is continued."
     serving, body = _serving(request), await read_body(request)
-    asked = parse_request(CompletionRequest, body)
-    prompts = await asyncio.to_thread(lambda: [_prompt_ids(serving, p) for p in prompt_list(asked.prompt)])
+    asked = _checked(CompletionRequest, body, serving)
+    prompts = prompt_list(asked.prompt)
+    if len(prompts) > serving.limits.choices: raise invalid("prompt", f"{len(prompts)} prompts, at most {serving.limits.choices} at a time")
+    prompts = await asyncio.to_thread(lambda: [_prompt_ids(serving, p) for p in prompts])
     if asked.echo and asked.logprobs is not None: raise RequestError("echo with logprobs is not supported by this server", "echo", code="unsupported_parameter")
     return await _answer(serving, asked, prompts, CompletionReply)
 
-# %% ../nbs/51_server.ipynb #99117e33
+# %% ../nbs/51_server.ipynb #899b2f32
 _FIXED = {"self", "tokenizer", "messages", "tools", "documents", "bos_token", "eos_token"}
 
 def _chat_ids(serving, asked: ChatCompletionRequest) -> list[int]:
     engine, options, template = serving.engine, asked.chat_template_kwargs or {}, serving.engine.chat_template
     _need_text(engine)
-    serving.check_length(sum(len(m.content) for m in asked.messages if isinstance(m.content, str)), "messages")
+    serving.check_length(sum(map(_num_chars, asked.messages)), "messages")
     if taken := sorted(_FIXED & options.keys()): raise invalid("chat_template_kwargs", f"{taken[0]!r} is set by the server")
     try: return template.encode(engine.tokenizer, template_messages(asked.messages, template.source), **options)
     except ValueError as e: raise RequestError(str(e), "messages", code="chat_template" if isinstance(e, TemplateError) else "invalid_value") from None
 
+def _num_chars(message) -> int:
+    parts = message.content if isinstance(message.content, list) else [message.content]
+    texts = [p.get("text") if isinstance(p, dict) else p for p in parts]
+    return sum(len(t) for t in texts if isinstance(t, str))
+
 def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
     "Special tokens written in a prompt count as such: whoever writes the prompt of this route writes all of it."
     engine = serving.engine
-    if isinstance(prompt, list): return check_token_ids(prompt, engine.tokenizer.n_vocab, param)
+    if isinstance(prompt, list):
+        if len(prompt) > engine.max_model_len: raise serving.too_long(f"the {param} has {len(prompt)} tokens", param)
+        return check_token_ids(prompt, engine.tokenizer.n_vocab, param)
     _need_text(engine, param); serving.check_length(len(prompt), param)
     try: return engine.tokenizer.encode(prompt, add_special=True, parse_special=True)
     except ValueError as e: raise invalid(param, str(e)) from None
@@ -324,11 +350,11 @@ def _prompt_ids(serving, prompt, param: str = "prompt") -> list[int]:
 def _need_text(engine, param: str = "prompt"):
     if engine.tokenizer.kind == "none": raise RequestError("this model's file has no tokenizer: give the prompt as token ids", param, code="no_tokenizer")
 
-# %% ../nbs/51_server.ipynb #c68201f7
+# %% ../nbs/51_server.ipynb #ed693c9f
 async def _answer(serving: Serving, asked, prompts: list, shape: type) -> Answer:
     "The Answer to a checked request: one job for each prompt and choice; a seed counts up over the choices. A constraint is compiled on a worker thread."
     engine, n = serving.engine, asked.n or 1
-    if n * len(prompts) > serving.limits.choices: raise invalid("n", f"{n * len(prompts)} choices, at most {serving.limits.choices} at a time")
+    if n * len(prompts) > serving.limits.choices: raise invalid("n", f"{len(prompts)} prompts with {n} choices each, at most {serving.limits.choices} choices at a time")
     jobs = []
     for ids in prompts:
         if not ids: raise RequestError("the prompt is empty", "messages" if shape is ChatReply else "prompt", code="invalid_value")
@@ -359,7 +385,7 @@ def _invalid(error: ValueError, asked) -> RequestError:
 def _form(asked) -> str | None: # the parameter that asks for a form of the text
     return next((name for name in CONSTRAINTS if getattr(asked, name) is not None), "response_format" if getattr(asked, "response_format", None) else None)
 
-# %% ../nbs/51_server.ipynb #c2b8b1aa
+# %% ../nbs/51_server.ipynb #84c9be0c
 class Embedded(Answer):
     "The reply to an embedding request."
     def __init__(self, serving: Serving, texts: list[list[int]], pooling: str, base64: bool):
@@ -378,7 +404,7 @@ class Embedded(Answer):
 async def embeddings(request: Request):
     "OpenAI's route for vectors; pooling is the file's own, else the mean."
     serving, body = _serving(request), await read_body(request)
-    engine, asked = serving.engine, parse_request(EmbeddingRequest, body)
+    engine, asked = serving.engine, _checked(EmbeddingRequest, body, serving)
     texts = prompt_list(asked.input, "input")
     if len(texts) > MAX_INPUTS: raise invalid("input", f"{len(texts)} texts, at most {MAX_INPUTS} at a time")
     texts = await asyncio.to_thread(lambda: [_prompt_ids(serving, t, "input") for t in texts])
@@ -389,17 +415,19 @@ async def embeddings(request: Request):
     try: return Embedded(serving, texts, default_pooling(engine), asked.encoding_format == "base64")
     except ValueError as e: raise RequestError(str(e), code="no_embeddings") from None
 
-# %% ../nbs/51_server.ipynb #ff9f8ee0
-@router.api_route("/health", methods=["GET", "HEAD"])
+# %% ../nbs/51_server.ipynb #d9daaa00
+def _get(path: str): return router.api_route(path, methods=["GET", "HEAD"])
+
+@_get("/health")
 async def health(request: Request):
     "200 when requests are answered; 503 while the model loads."
     status = _serving(request).status
     return _json({"status": status}, {"ok": 200, "loading": 503}.get(status, 500))
 
-@router.get("/v1/models")
+@_get("/v1/models")
 async def models(request: Request): return _json({"object": "list", "data": [_model_card(_serving(request))]})
 
-@router.get("/v1/models/{name:path}")
+@_get("/v1/models/{name:path}")
 async def model(request: Request, name: str):
     if name != _serving(request).name: raise RequestError(f"there is no model {name[:200]!r} here", status=404, code="model_not_found")
     return _json(_model_card(_serving(request)))
@@ -407,7 +435,7 @@ async def model(request: Request, name: str):
 def _model_card(serving):
     return {"id": serving.name, "object": "model", "created": 0, "owned_by": "literate_engine", "max_model_len": serving.engine.max_model_len}
 
-@router.get("/props")
+@_get("/props")
 async def props(request: Request):
     "What is in effect."
     serving = _serving(request)
@@ -417,8 +445,8 @@ async def props(request: Request):
                   "defaults": {"temperature": 0, "max_tokens": {"chat": "the context", "completions": 16}}, "chat_template": template and template.source,
                   "unknown_model_names": "accepted; the reply names the model that answered"})
 
-# %% ../nbs/51_server.ipynb #2cf1421f
-@router.get("/metrics")
+# %% ../nbs/51_server.ipynb #cb4c91a9
+@_get("/metrics")
 async def metrics(request: Request):
     "Prometheus' page."
     serving = _serving(request)
@@ -433,25 +461,25 @@ def _now(serving) -> dict:
             "num_preemptions": s["num_preemptions"], "requests_submitted": s["num_submitted"], "requests_refused": s["num_refused"],
             "client_disconnects": serving.num_disconnects, "gpu_memory_bytes": s["gpu_memory"], **{f"host_cache_{k}": s.get(f"host_cache_{k}", 0) for k in ("bytes", "hits", "evictions")}}
 
-@router.get("/slots")
+@_get("/slots")
 async def slots(request: Request):
     "The running requests."
     serving = _serving(request)
     try: return _json(await asyncio.wait_for(asyncio.wrap_future(serving.engine.slots()), serving.limits.slots_seconds))
     except TimeoutError: raise RequestError(f"no step of the engine ended within {serving.limits.slots_seconds:g} s", status=503, code="engine_busy") from None
 
-# %% ../nbs/51_server.ipynb #4ac90857
+# %% ../nbs/51_server.ipynb #1b8b720f
 @router.post("/tokenize")
 async def tokenize(request: Request):
     body, engine = await read_body(request), _serving(request).engine
-    asked = parse_request(TokenizeRequest, body); _need_text(engine); _serving(request).check_length(len(asked.content), "content")
+    asked = _checked(TokenizeRequest, body, _serving(request)); _need_text(engine); _serving(request).check_length(len(asked.content), "content")
     return _json({"tokens": await asyncio.to_thread(engine.tokenizer.encode, asked.content, asked.add_special, asked.parse_special)})
 
 @router.post("/detokenize")
 async def detokenize(request: Request):
     body, engine = await read_body(request), _serving(request).engine
-    asked = parse_request(DetokenizeRequest, body); _need_text(engine)
-    return _json({"content": engine.tokenizer.decode(check_token_ids(asked.tokens, engine.tokenizer.n_vocab, "tokens"))})
+    asked = _checked(DetokenizeRequest, body, _serving(request)); _need_text(engine)
+    return _json({"content": await asyncio.to_thread(engine.tokenizer.decode, check_token_ids(asked.tokens, engine.tokenizer.n_vocab, "tokens"))})
 
 # %% ../nbs/51_server.ipynb #a6846e4d
 class Guard:
@@ -489,9 +517,9 @@ async def _http_error(request, e):
 
 async def _fault(request, e): return _json(_told(e).body(), 500)                    # the log has the traceback
 
-# %% ../nbs/51_server.ipynb #5d21013b
-class _Server(uvicorn.Server):
-    "uvicorn, ending the answers under way when it shuts down instead of waiting for them."
+# %% ../nbs/51_server.ipynb #cf01a7e1
+class _Server(Server):
+    "The server, ending the answers under way when it shuts down instead of waiting for them."
     begin = staticmethod(lambda: None)               # called once it listens; signals only tell it to end by then
 
     async def startup(self, sockets=None):
@@ -502,13 +530,11 @@ class _Server(uvicorn.Server):
         self.config.app.state.serving.stop()
         await super().shutdown(sockets)
 
-def _uvicorn(app) -> uvicorn.Server:
-    return _Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, http="h11",
-                                  h11_max_incomplete_event_size=64 << 10, lifespan="off"))       # 64 KiB of headers
+def _uvicorn(app) -> _Server: return _Server(http_config(app, app.state.serving.limits))
 
 def listen(host: str, port: int) -> socket.socket:
     "A listening socket; port 0 takes a free one. ValueError if the address is taken or not ours."
-    try: sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    try: sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=QUEUE)
     except OverflowError as e: raise ValueError(f"cannot listen on {host} port {port}: {e}") from None
     except OSError as e: raise ValueError(f"cannot listen on {host} port {port}: {os.strerror(e.errno) if e.errno and e.errno > 0 else e}") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)             # inherited by every connection: an answer of two packets must not wait for an acknowledgement
