@@ -21,14 +21,14 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from .protocol import RequestError, to_json
 
-# %% ../nbs/51_connections.ipynb #d59e282e
+# %% ../nbs/51_connections.ipynb #2fdf5163
 def descriptors_left() -> float:
     "How many more files and sockets this process may open."
     try:
         import resource                              # not on every system
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return math.inf if most == resource.RLIM_INFINITY else most - len(os.listdir("/dev/fd"))
-    except (ImportError, OSError): return math.inf
+    except (ImportError, OSError): return math.inf                       # not known
 
 # %% ../nbs/51_connections.ipynb #168a668b
 @dataclass(frozen=True)
