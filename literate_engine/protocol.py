@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ERROR_TYPES', 'MAX_DEPTH', 'shown', 'NO_EFFECT', 'ONLY', 'BESIDE', 'EMPTY', 'MAX_INPUTS', 'DONE', 'RequestError',
-           'invalid', 'parse_json', 'StreamOptions', 'SchemaFormat', 'ResponseFormat', 'OpenAIRequest',
+           'invalid', 'parse_json', 'extent', 'StreamOptions', 'SchemaFormat', 'ResponseFormat', 'OpenAIRequest',
            'SamplingFields', 'ChatMessage', 'ChatCompletionRequest', 'CompletionRequest', 'EmbeddingRequest',
            'TokenizeRequest', 'DetokenizeRequest', 'parse_request', 'sampling_options', 'check_token_ids',
            'prompt_list', 'template_messages', 'Reply', 'ChatReply', 'CompletionReply', 'joined_logprobs', 'described',
@@ -42,7 +42,7 @@ def invalid(param: str, message: str) -> RequestError:
     "The error for a parameter with a wrong value."
     return RequestError(f"{param}: {message}", param, code="invalid_value")
 
-# %% ../nbs/50_protocol.ipynb #da7baf6f
+# %% ../nbs/50_protocol.ipynb #3bf00075
 MAX_DEPTH = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -71,12 +71,21 @@ def _check_tree(value, max_depth):
     for param, inner in value.items():
         if fault := _fault([param, inner], max_depth): raise RequestError(fault, _clean(param))
 
+def _within(values): return [x for v in values if type(v) is list or type(v) is dict for x in (v if type(v) is list else chain(v, v.values()))]
+
+def extent(value) -> tuple[int, int]:
+    "How many values, keys included, there are in a value that came as JSON, and how many characters in its texts."
+    values, num_values, num_chars = [value], 0, 0
+    while values:
+        num_values += len(values); num_chars += sum([len(v) for v in values if type(v) is str])
+        values = _within(values)
+    return num_values, num_chars
+
 def _fault(values, levels):
     "What is wrong with values that may have so many levels, None if nothing is."
     for _ in range(levels):
         if _SURROGATE.search("".join([v for v in values if type(v) is str])): return "a text holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
-        values = [x for v in values if type(v) is list or type(v) is dict for x in (v if type(v) is list else chain(v, v.values()))]
-        if not values: return None
+        if not (values := _within(values)): return None
     return f"the body is nested more than {levels} levels deep"
 
 def _clean(text): return _SURROGATE.sub("\ufffd", str(text))[:100]
