@@ -241,7 +241,7 @@ class ChatTemplate:
         except Exception as e: raise TemplateError(f"the chat template failed on these messages: {e}") from e
         finally: _budget.reset(token)
 
-# %% ../nbs/04_chat.ipynb #3f0d303d
+# %% ../nbs/04_chat.ipynb #1ae58e1e
 def join_parts(messages: list) -> list:
     "The messages with every content a string (or None): lists of text parts are joined."
     if not isinstance(messages, (list, tuple)): raise TemplateError(f"messages must be a list, not {type(messages).__name__}")
@@ -257,7 +257,8 @@ def join_parts(messages: list) -> list:
 
 def _text_part(part, where):
     if isinstance(part, str): return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str): raise TemplateError(f"{where}: expected text, or an object with a type")
     if kind != "text": raise TemplateError(f"{where}: a part of type {kind!r} is not supported; this model reads 'text' parts")
     if not isinstance(part.get("text"), str): raise TemplateError(f"{where}.text must be a string")
     return part["text"]

@@ -214,11 +214,22 @@ def test_a_hostile_form_is_refused_or_bounded(form):
     assert time.perf_counter() - started < 20 and longest < 1, (time.perf_counter() - started, longest)
 
 
-@pytest.mark.parametrize("more", [{"regex": "("}, {"grammar": "start: x"}, {"json_schema": {"type": "wizard"}}, {"json_schema": {"type": "string", "not": {}}}, {"regex": "a", "grammar": "b"}, {"regex": "[^\\s\\S]"}, {"regex": ""}, {"grammar": 5},
+@pytest.mark.parametrize("more", [{"regex": "("}, {"grammar": "start: x"}, {"json_schema": {"type": "wizard"}}, {"json_schema": {"type": "string", "not": {}}}, {"regex": "a", "grammar": "b"}, {"regex": "[^\\s\\S]"}, {"regex": ""}, {"regex": "(a{1000}){1000}"}, {"grammar": 5},
                                   {"json_schema": "nothing"}, {"json_schema": [1]}])
 def test_refused_at_submit(more):
     with LLM(scripted_engine(noise)) as llm, pytest.raises(ParamError) as e: llm.generate("q", SamplingParams(**more))
     assert e.value.field in more and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("more", [{"json_schema": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}}, {"grammar": 'root ::= "a" root'}, {"grammar": 'root ::= "a"{100000}'}])
+def test_what_is_too_much_for_a_step_from_the_beginning_is_refused_at_submit(more):
+    with pytest.raises(ParamError, match="too many optional properties, alternatives or repetitions"): Grammars(byte_tokenizer(), 257).matcher(SamplingParams(**more))
+
+
+def test_places_in_the_translation_of_a_grammar_are_not_told():
+    for grammar, place in (('root ::= "a"{3,1}', False), ('start: "a"{3,1}', True)):
+        with pytest.raises(ParamError, match="range end must be >= start") as e: Grammars(byte_tokenizer(), 257).matcher(SamplingParams(grammar=grammar))
+        assert bool(re.search(r"\d\(\d+\)", str(e.value))) == place, e.value
 
 
 def test_many_threads_compile():
@@ -275,7 +286,7 @@ def test_a_form_that_is_too_much_work_is_the_clients_fault(caplog):
     "It is named, and the log is not filled with it"
     deep = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^4$"}}}
     with served(ids("no idea")) as (url, _), caplog.at_level("WARNING"):
-        for more, name in (({"grammar": 'start: "a"{1000000}'}, "grammar"), ({"regex": "(a{1000}){1000}"}, "regex"), ({"response_format": deep, "logit_bias": {str(ord("4")): -100}}, "response_format")):
+        for more, name in (({"grammar": 'start: ("x" | "y"){10} "a"{1000000}'}, "grammar"), ({"response_format": deep, "logit_bias": {str(ord("4")): -100}}, "response_format")):
             for path in ROUTES:
                 if name == "response_format" and "chat" not in path: continue
                 status, reply = post(url, path, asked(path, **more))

@@ -1,6 +1,7 @@
 """The server over a real socket: a scripted engine behind it, the official client and raw sockets in front."""
 
 import asyncio
+import http.client
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from literate_engine import server
+from literate_engine import connections, server
 from literate_engine.access import access_for
 from literate_engine.chat import ChatTemplate
 from literate_engine.engine import Engine, EngineConfig, Loaded
@@ -446,6 +447,35 @@ def test_token_ids_are_checked_before_any_cast():  # BC-048
         assert [said(c) for c in post(url, ROUTES[1], {"prompt": [[GO], [1, GO]], "n": 2})[1]["choices"]] == ["Hi"] * 4
 
 
+def test_values_are_shown_as_json():
+    with served(ids("Hi")) as (url, _):
+        for path, more, message in (
+            (ROUTES[0], {"messages": [None]}, "messages[0]: expected an object with role and content, got null"),
+            (ROUTES[0], {"messages": [{"role": "user", "content": [None]}]}, "messages[0].content[0]: expected text, or an object with a type"),
+            (ROUTES[0], {"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages[0].content[0]: expected text, or an object with a type"),
+            (ROUTES[1], {"prompt": [True]}, f"prompt: expected token ids from 0 to {N_VOCAB - 1}, got true"),
+            (ROUTES[1], {"prompt": "a", "temperature": "0.7"}, 'temperature: expected a number from 0 to 2, got "0.7"'),
+            (ROUTES[1], {"prompt": "a", "max_tokens": 0}, "max_tokens: expected an integer from 1 to 2147483647, got 0"),
+            (ROUTES[1], {"prompt": "a", "max_tokens": -1}, "max_tokens: expected an integer from 1 to 2147483647, got -1"),
+            (ROUTES[1], {"prompt": ["a"] * 129}, "prompt: 129 prompts, at most 128 at a time"),
+            (ROUTES[1], {"prompt": ["a"] * 100, "n": 2}, "n: 100 prompts with 2 choices each, at most 128 choices at a time"),
+        ):
+            status, reply = post(url, path, more)
+            assert status == 400 and reply["error"]["message"] == message, reply
+
+
+def test_what_is_around_the_json():
+    with served(ids("Hi")) as (url, _):
+        body = json.dumps(asked(ROUTES[1])).encode()
+        assert post(url, ROUTES[1], b"\xef\xbb\xbf" + body)[0] == 200
+        status, _, raw = receive(send(url, ROUTES[1], body, headers="Content-Encoding: gzip\r\n"))
+        assert status == 415 and "gzip" in strict(raw)["error"]["message"]
+        assert receive(send(url, ROUTES[1], body, headers="Content-Encoding: identity\r\n"))[0] == 200
+        for path in ("/health", "/v1/models", "/v1/models/scripted", "/props", "/metrics", "/slots"):
+            status, head, raw = receive(send(url, path, b"", "HEAD"))
+            assert status == 200 and raw == b"", path
+
+
 def test_max_completion_tokens():  # BC-052
     with served(ids(*["x"] * 20)) as (url, _):
         for more, n in (({"max_completion_tokens": 3}, 3), ({"max_completion_tokens": 3, "max_tokens": 3}, 3), ({"max_tokens": 5}, 5)):
@@ -533,9 +563,41 @@ def test_context_limit():  # BC-100
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded" and "64" in reply["error"]["message"]
         for path, body in ((ROUTES[0], {"messages": [{"role": "user", "content": "x" * 5_000_000}]}), (ROUTES[1], {"prompt": "x" * 5_000_000})):
             status, reply = post(url, path, body)  # refused before it is tokenized
-            assert status == 400 and "5000000 characters" in reply["error"]["message"]
+            assert status == 400 and re.search(r"50000\d\d characters", reply["error"]["message"]), reply
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
         assert post(url, ROUTES[0], {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]})[0] in (200, 400)
+
+
+@pytest.mark.parametrize(
+    "path, more, message",
+    [  # each would be refused for what is in the list, too, if anything had looked into it
+        (ROUTES[0], {"messages": [{"role": "wizard"}] * 65}, "messages: 65 items"),
+        (ROUTES[1], {"prompt": [-1] * 300}, "prompt: 300 items"),
+        (ROUTES[1], {"prompt": [[-1] * 65]}, "the prompt has 65 tokens"),
+        (ROUTES[1], {"prompt": ["x" * 5000] * 129}, "prompt: 129 items"),
+        ("/v1/embeddings", {"input": [-1] * 3000}, "input: 3000 items"),
+        ("/v1/embeddings", {"input": [[-1] * 65]}, "the input has 65 tokens"),
+        (ROUTES[0], {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 50_000}, {"type": "x"}]}]}, "50032 characters"),
+        (ROUTES[0], {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 300}]}, "messages: 1506 values"),
+        (ROUTES[0], {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [1] * 1100}}, "chat_template_kwargs: 1103 values"),
+        (ROUTES[0], {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 50_000}}]}]}, "characters"),
+    ],
+)
+def test_a_list_that_no_context_holds_is_refused_unread(path, more, message):
+    with served(ids("Hi"), max_model_len=64) as (url, _):
+        status, reply = post(url, path, more)
+        assert status == 400 and message in reply["error"]["message"] and reply["error"]["code"] == "context_length_exceeded", reply
+        assert reply["error"]["param"] in more
+
+
+def test_other_lists_are_bounded_too():
+    with served(ids("Hi")) as (url, _):
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            many = [-1] * (N_VOCAB + 1) if "stop" in name else {f"x{i}": -1 for i in range(N_VOCAB + 1)}
+            assert post(url, ROUTES[1], {"prompt": "a", name: many})[1]["error"]["message"] == f"{name}: {N_VOCAB + 1} items, at most {N_VOCAB}"
+        assert post(url, ROUTES[0], asked(ROUTES[0], metadata={"a": "x" * 100_000}))[0] == 200  # large, parsed beside the loop
+        status, reply = post(url, ROUTES[0], asked(ROUTES[0], metadata={"a": "x" * 100_000}, foo=1))
+        assert status == 400 and reply["error"]["param"] == "foo"
 
 
 def test_models_without_template_or_tokenizer():
@@ -796,6 +858,141 @@ def test_large_headers():  # BC-062
             pass  # hung up on: as good
         finally:
             s.close()
+
+
+def rest(s):
+    "All that still comes, to the end of the connection."
+    out = b""
+    while piece := s.recv(65536):
+        out += piece
+    return out
+
+
+def test_silent_clients_do_not_keep_others_out():
+    with served(ids("Hi"), limits=Limits(connections=4, head_seconds=0.3)) as (url, _):
+        silent = [socket.create_connection(address(url), timeout=20) for _ in range(20)]
+        assert get(url, "/health") == (200, {"status": "ok"})
+        assert rest(silent[-1]) == b""  # closed by the server
+        with socket.create_connection(address(url), timeout=20) as s:
+            s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            assert rest(s).startswith(b"HTTP/1.1 408 ")
+        with socket.create_connection(address(url), timeout=20) as s:
+            s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert rest(s).startswith(b"HTTP/1.1 200 ")  # and closed after it
+        for s in silent:
+            s.close()
+
+
+def test_one_connection_too_many_is_told_so():
+    with served([ID["slow"]] * 200, limits=Limits(connections=4), seconds=0.02, max_num_seqs=2) as (url, engine):
+        busy = [send(url, ROUTES[1], asked(ROUTES[1], max_tokens=200)) for _ in range(4)]
+        assert wait_for(lambda: engine.stats()["num_running"] + engine.stats()["num_waiting"] == 4)
+        with socket.create_connection(address(url), timeout=20) as s:
+            raw = rest(s)
+        assert raw.startswith(b"HTTP/1.1 503 ") and strict(raw.split(b"\r\n\r\n")[1])["error"]["code"] == "too_many_connections"
+        for s in busy:
+            s.close()
+        assert wait_for(lambda: idle(engine))
+
+
+def test_a_reader_that_stalls_is_dropped():
+    async def large(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+
+    sock = server.listen("127.0.0.1", 0)
+    running = connections.Server(connections.http_config(large, connections.ConnectionLimits(stall_seconds=0.3)))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        with socket.create_connection(sock.getsockname(), timeout=20) as s:
+            s.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert s.recv(1, socket.MSG_PEEK) == b"H"
+            assert wait_for(lambda: not running.server_state.connections)
+    finally:
+        running.should_exit = True
+        thread.join()
+        sock.close()
+
+
+SHORT = """
+import json, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from literate_engine import connections, server
+async def hello(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+sock = server.listen("127.0.0.1", 0)
+print(sock.getsockname()[1], flush=True)
+connections.Server(connections.http_config(hello, connections.ConnectionLimits())).run(sockets=[sock])
+"""
+
+
+def test_descriptors_do_not_run_out():
+    with subprocess.Popen([sys.executable, "-c", SHORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+            silent = [socket.create_connection(address(url), timeout=20) for _ in range(200)]
+            for _ in range(3):
+                assert receive(send(url, "/", b"", "GET"))[2] == b"hello"
+            for s in silent:
+                s.close()
+        finally:
+            process.terminate()
+            said = process.communicate()[1]
+    assert said == ""
+
+
+def test_that_descriptors_ran_out_is_one_line(caplog):
+    class Loop:
+        def default_exception_handler(self, context):
+            self.told = context
+
+        def time(self):
+            return 5.0
+
+    loop, complain = Loop(), connections.Complaints()
+    for _ in range(3):
+        complain(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")})
+    assert [r.getMessage()[:52] for r in caplog.records] == ["a connection could not be accepted: too many open fi"] and not hasattr(loop, "told")
+    complain(loop, {"message": "other"})
+    assert loop.told == {"message": "other"}
+
+
+def test_an_answer_before_the_end_of_the_request_ends_the_connection():
+    head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {}\r\nContent-Length: 99999999999\r\n\r\n"
+    with served(ids("Hi"), limits=Limits(linger_seconds=0.3, linger_bytes=1 << 20)) as (url, _):
+        for path, kind, status in ((ROUTES[1], "application/json", b"413"), (ROUTES[1], "text/plain", b"415"), ("/nope", "text/plain", b"404")):
+            with socket.create_connection(address(url), timeout=20) as s:
+                s.sendall(head.format(path, kind).encode() + b"{")
+                raw = rest(s)
+                assert raw.split()[1] == status and b"\r\nconnection: close\r\n" in raw and strict(raw.split(b"\r\n\r\n")[1])["error"]
+        with socket.create_connection(address(url), timeout=20) as s:
+            s.sendall(head.format(ROUTES[1], "application/json").encode())
+            with pytest.raises(ConnectionError):
+                for _ in range(1 << 14):
+                    s.send(bytes(1 << 16))
+        c = http.client.HTTPConnection(*address(url), timeout=20)  # a whole body: the connection stays
+        for path, status in (("/nope", 404), (ROUTES[1], 200), ("/nope", 404), (ROUTES[1], 200)):
+            c.request("POST", path, json.dumps(asked(ROUTES[1])), {"Content-Type": "application/json", "Host": "localhost"})
+            kept, r = c.sock, c.getresponse()
+            r.read()
+            assert r.status == status and (path == "/nope" or c.sock is kept)
+        c.close()
+
+
+def test_what_is_no_http_is_answered_in_json_and_not_logged(capfd):
+    with served(ids("Hi")) as (url, _):
+        with socket.create_connection(address(url), timeout=20) as s:
+            s.sendall(b"nonsense\r\n\r\n")
+            raw = rest(s)
+        assert raw.startswith(b"HTTP/1.1 400 ") and strict(raw.split(b"\r\n\r\n")[1])["error"]["message"] == "the request is not valid HTTP"
+        s = socket.create_connection(address(url), timeout=20)
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n\r\n")
+        assert s.recv(1000).startswith(b"HTTP/1.1 200 ")
+        s.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_loading_and_failed():
