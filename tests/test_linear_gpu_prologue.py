@@ -75,7 +75,7 @@ def test_rows_that_blocks_prepare(t, n, k):
     for name, (own, value) in rows.items():
         a, launches = new_acts(value, ACT_OF[t])
         want = empty(1, n)
-        run(launches + prepare(a, w, want, Plan(f"gemv<{t}, 1, 4, 1, 4>", (-(-n//32),), 256, 128, 1)))
+        run(launches + prepare(a, w, want, Plan(f"gemv<{t}, 1, 4, 1, 4>", -(-n//32), 256, 128, 1)))
         for p in choices if name in ("x", "norm") else choices[:1]:
             got, here = empty(1, n), gpu(stream.get())
             run(prepare(own, w, got, p))
@@ -106,7 +106,7 @@ def test_what_is_refused():
     x, a = gpu(normal(1, 64)), quantize_act_gpu(gpu(normal(1, 64)), "Q8_1")
     for wrong, says in ((lambda: prepare(a, w, y, add=(empty(2, 8), 1.0)), r"what is added: expected contiguous float32 \[1, 8\]"), (lambda: prepare(a, w, y, bias=empty(9)), r"bias: expected float32 \[8\]"),
                         (lambda: prepare(OwnRow(gpu(normal(2, 64))), w, y), r"x: expected float32 \[1, 64\]"), (lambda: prepare(OwnRow(x, up=x), w, y), "a row is x"), (lambda: prepare(OwnRow(gpu(normal(1, 65))[:, 1:]), w, y), "multiple of 16 bytes"),
-                        (lambda: prepare(OwnRow(x), matrix(8, 64, "F16"), y), "only quantised weights"), (lambda: prepare(OwnRow(x), w, empty(1, 9)), r"output: expected float32 \[1, 8\]")):
+                        (lambda: prepare(OwnRow(x), matrix(8, 64, "F16"), y), "only quantised weights"), (lambda: prepare(OwnRow(x), w, empty(1, 9)), r"output: expected contiguous float32 \[1, 8\]")):
         with pytest.raises(ValueError, match=says): wrong()
     assert own_plans(matrix(8, 64, "F16"), device()) == []
 
@@ -122,13 +122,13 @@ def test_plans_are_kept(tmp_path, monkeypatch):
     from literate_engine import linear_gpu
     from literate_engine.linear_gpu import PLANS, Plan, load_plans, save_plans
     monkeypatch.setenv("LITERATE_CACHE", str(tmp_path/"cache"))
-    plans = {("some GPU", "Q4_K", 64, 256, 1, "F32"): Plan("gemv<Q4_K, 1, 1, 1, 1>", (3,), 128, 64, 1)}
+    plans = {("some GPU", "Q4_K", 64, 256, 1, "F32"): Plan("gemv<Q4_K, 1, 1, 1, 1>", 3, 128, 64, 1)}
     monkeypatch.setattr(linear_gpu, "PLANS", dict(plans))
     save_plans()
     linear_gpu.PLANS.clear()
     assert load_plans() == 1 and linear_gpu.PLANS == plans and PLANS is not linear_gpu.PLANS
     path = linear_gpu._plans_path()
-    for damage in (b"", b"[[1", b'[["a"]]', b'[[["a"], {"grid": [1], "other": 2}]]', b'{"a": 1}', b"\xff\xfe", b"[[[1], {}]]"):
+    for damage in (b"", b"[[1", b'[["a"]]', b'[[["a"], {"grid": 1, "other": 2}]]', b'{"a": 1}', b"\xff\xfe", b"[[[1], {}]]"):
         path.write_bytes(damage)
         assert load_plans() == 0, damage
     path.unlink()
