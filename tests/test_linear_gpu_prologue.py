@@ -63,20 +63,23 @@ ROWS += [("Q4_1", 1, 32), ("Q8_0", 130, 96), ("Q5_0", 5, 2176), ("Q4_0", 3, 8192
 
 @pytest.mark.parametrize("t,n,k", ROWS)
 def test_rows_that_blocks_prepare(t, n, k):
-    "x, norm(x), act(x) * up and act(x), for every plan: what separate launches give, but for the order of sums; sums at the end change no bit of that."
+    """x, norm(x), act(x) * up and act(x): what separate launches give, but for the order of sums; sums at the end change no bit of that.
+    x and norm(x) by every plan, act(x) * up by every kernel, act(x), which is the same kernel without `up`, by the best guess; of the larger shapes the three likeliest kernels."""
     raw, x, up, norm = quantize(normal(n, k), t), gpu(normal(1, k)), gpu(normal(1, k)), gpu(normal(k) + 1)
     w, weights, h = to_gpu(raw, t), np.abs(dequantize(raw, t)), {name: empty(1, k) for name in ("norm", "gated", "act")}
     run(prepare_rms_norm(h["norm"], x, norm, 1e-5) + prepare_gated(h["gated"], "silu", x, up) + prepare_activate(h["act"], "relu2", x))
     rows = {"x": (OwnRow(x), x), "norm": (OwnRow(x, norm, 1e-5), h["norm"]), "gated": (OwnRow(x, act=ACTS["silu"], up=up), h["gated"]), "act": (OwnRow(x, act=ACTS["relu2"]), h["act"])}
     choices = own_plans(w, device())
     assert choices
-    if n*k > 20_000: choices = list({p.kernel: p for p in reversed(choices)}.values())[-3:]
+    kernels = list({p.kernel: p for p in choices}.values())
+    if n*k > 20_000: choices = kernels = kernels[:3]
+    by = {"x": choices, "norm": choices, "gated": kernels, "act": choices[:1]}
     stream, bias = gpu(normal(1, n)), gpu(normal(n))
     for name, (own, value) in rows.items():
         a, launches = new_acts(value, ACT_OF[t])
         want = empty(1, n)
         run(launches + prepare(a, w, want, Plan(f"gemv<{t}, 1, 4, 1, 4>", -(-n//32), 256, 128, 1)))
-        for p in choices if name in ("x", "norm") else choices[:1]:
+        for p in by[name]:
             got, here = empty(1, n), gpu(stream.get())
             run(prepare(own, w, got, p))
             error = np.abs(got.get() - want.get())/(np.abs(value.get()) @ weights.T)
