@@ -28,10 +28,7 @@ template <bool BF, bool SPLIT> __global__ __launch_bounds__(256) void half_rows(
   pdl_wait();
   if (!BF) {
     float top = 0;
-    for (int at = threadIdx.x * 8; at < k; at += blockDim.x * 8) {
-      float4 a = loadf4(mine + at), b = loadf4(mine + at + 4);
-      top = fmaxf(top, fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(a.z), fabsf(a.w))), fmaxf(fmaxf(fabsf(b.x), fabsf(b.y)), fmaxf(fabsf(b.z), fabsf(b.w)))));
-    }
+    for (int at = threadIdx.x * 8; at < k; at += blockDim.x * 8) top = largest(top, mine + at);
     top = warp_max(top);
     if (lane == 0) tops[warp] = top;
     __syncthreads();
@@ -46,11 +43,8 @@ template <bool BF, bool SPLIT> __global__ __launch_bounds__(256) void half_rows(
     u32 word[4], rest[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      word[i] = BF ? float2_bf162(v[2 * i], v[2 * i + 1]) : float2_half2(v[2 * i], v[2 * i + 1]);
-      if (SPLIT) {
-        float2 h = BF ? make_float2(__uint_as_float(word[i] << 16), __uint_as_float(word[i] & 0xffff0000)) : half2_float2(word[i]);
-        rest[i] = BF ? float2_bf162(v[2 * i] - h.x, v[2 * i + 1] - h.y) : float2_half2(v[2 * i] - h.x, v[2 * i + 1] - h.y);
-      }
+      word[i] = half_pair<BF>(v[2 * i], v[2 * i + 1]);
+      if (SPLIT) rest[i] = rest_pair<BF>(v[2 * i], v[2 * i + 1], word[i]);
     }
     u16* to = xh + (size_t)blockIdx.x * k + at;
     *(uint4*)to = make_uint4(word[0], word[1], word[2], word[3]);

@@ -5,7 +5,8 @@
 //   h   fifth bits: [t] words, byte j holds bit b of lo and bit 4+b of hi; fifth and sixth bits: [t] pairs of words (lo, hi), byte j holds bits 2b and 2b+1
 //   s   scales, for the kinds below
 //   d   float16 scale of a super-block, Q6_K only
-// codes() gives signed bytes, UNIT times too large: a code at the top of its byte needs no sign extension.
+// codes() gives signed bytes, 1/UNIT times too large: a code at the top of its byte needs no sign extension.
+// A format says: SUPER, are scales for 256 weights (of two groups); MIN, is there a minimum to add; D, has d a plane of its own. Bytes of a lane: Q, H, S, SH of `Lane` below.
 #pragma once
 #include "common.cuh"
 
@@ -109,6 +110,13 @@ template <class F> __device__ __forceinline__ F load(const Matrix& w, u32 i) {
   if constexpr (F::S == 16) f.s = load16(at(w.s, i >> F::SH, 16));
   if constexpr (F::D) f.f = load2(at(w.d, i >> 1, 2));
   return f;
+}
+// Block b of a group: what the codes of lo and hi, times UNIT, are multiplied by, and what is then added. Each product is rounded, as the reference rounds it
+template <class F> __device__ __forceinline__ void scales_of(const F& f, int odd, int b, float& lo, float& hi, float& low) {
+  low = 0;
+  if constexpr (!F::SUPER) { lo = hi = f.scale(b); low = f.min(b); }
+  else if constexpr (F::MIN) { lo = hi = __fmul_rn(f.d(), (float)ubyte(f.scales(odd), b)); low = -__fmul_rn(f.dmin(), (float)ubyte(f.mins(odd), b)); }
+  else { lo = __fmul_rn(f.d(), (float)f.scale_lo(b)); hi = __fmul_rn(f.d(), (float)f.scale_hi(b)); }
 }
 #if __CUDA_ARCH__ >= 800
 // The same for 16 rows, through shared memory: rows g (half 0) and g + 8 (half 1) of lane 4g + t. fetch starts the copies, take reads them once they are there.

@@ -15,10 +15,7 @@ __global__ __launch_bounds__(512) void half_act(const float* x, char* xh, float*
   if (!BF) {
     float top = 0;
     for (int at = (warp * 4 + four) * 8; at < k; at += warps * 32)             // k is a multiple of 8
-      if (row < m) {
-        float4 a = loadf4(mine + at), b = loadf4(mine + at + 4);
-        top = fmaxf(top, fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(a.z), fabsf(a.w))), fmaxf(fmaxf(fabsf(b.x), fabsf(b.y)), fmaxf(fabsf(b.z), fabsf(b.w)))));
-      }
+      if (row < m) top = largest(top, mine + at);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1)); top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
     if (four == 0) tops[warp][lane >> 2] = top;
     __syncthreads();
@@ -36,11 +33,8 @@ __global__ __launch_bounds__(512) void half_act(const float* x, char* xh, float*
       int at = block * 32 + column_of(matrix, 2 * t);
       uint2 v = r < m && at < k ? load8(x + (size_t)r * pitch + at) : make_uint2(0, 0);
       float a = __uint_as_float(v.x) * scale, b = __uint_as_float(v.y) * scale;
-      word[t] = BF ? float2_bf162(a, b) : float2_half2(a, b);
-      if (SPLIT) {
-        float2 h = BF ? make_float2(__uint_as_float(word[t] << 16), __uint_as_float(word[t] & 0xffff0000)) : half2_float2(word[t]);
-        rest[t] = BF ? float2_bf162(a - h.x, b - h.y) : float2_half2(a - h.x, b - h.y);
-      }
+      word[t] = half_pair<BF>(a, b);
+      if (SPLIT) rest[t] = rest_pair<BF>(a, b, word[t]);
     }
     char* to = xh + ((size_t)block * octets + blockIdx.x) * 512 + lane * 16;             // octets: with those of the second part
     *(uint4*)to = make_uint4(word[0], word[1], word[2], word[3]);

@@ -15,8 +15,20 @@ __device__ __forceinline__ float2 row_scale(float top) {
   return make_float2(__uint_as_float((u32)(268 - e) << 23), __uint_as_float((u32)(e - 14) << 23));
 }
 
+// The largest of 8 columns and `top`, without signs
+__device__ __forceinline__ float largest(float top, const float* p) {
+  float4 a = loadf4(p), b = loadf4(p + 4);
+  return fmaxf(top, fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(a.z), fabsf(a.w))), fmaxf(fmaxf(fabsf(b.x), fabsf(b.y)), fmaxf(fabsf(b.z), fabsf(b.w)))));
+}
+// A pair of activations as 16-bit numbers, and what that left over of them, rounded likewise
+template <bool BF> __device__ __forceinline__ u32 half_pair(float a, float b) { return BF ? float2_bf162(a, b) : float2_half2(a, b); }
+template <bool BF> __device__ __forceinline__ u32 rest_pair(float a, float b, u32 pair) {
+  float2 h = BF ? make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)) : half2_float2(pair);
+  return half_pair<BF>(a - h.x, b - h.y);
+}
+
 // ---------------------------------------------------------------- quantised weights
-// Weights are kept RAISE times too large, so that small ones stay clear of float16's subnormals
+// Weights, scales and minimums of blocks are kept RAISE times too large, so that small ones stay clear of float16's subnormals. What is 65504 / RAISE or less in all of them is finite
 constexpr float RAISE = 16;
 constexpr u32 power_pair(float v) { return v < 1.5f ? 0x3c003c00 : v < 3.f ? 0x40004000 : v < 6.f ? 0x44004400 : 0x4c004c00; }   // 1, 2, 4 or 16, twice
 // Bytes i and j of v -> a pair of float16, exactly: a byte under 1024's exponent is 1024 + byte. Signed bytes are first moved up by 128.

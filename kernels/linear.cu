@@ -43,7 +43,7 @@ template <class F> __device__ __forceinline__ Col<F> load_col(const uint4* xq, c
   if (!on) { c.d = make_float4(0, 0, 0, 0); c.sum = 0; }
   return c;
 }
-// What this lane's weights of one group add to the sum (UNIT times)
+// What this lane's weights of one group add to the sum, 1/UNIT times too much
 template <class F, class X> __device__ __forceinline__ float dot_group(const F& f, const X& x, int odd, int t) {
   float sum = 0;
   if constexpr (F::SUPER) {
@@ -280,10 +280,9 @@ __global__ __launch_bounds__(256, 1) void linear_f32(const void* q, const void* 
     for (int b = 0; b < 4; b++) {
       if (g * 128 + b * 32 >= k) break;
       int lo, hi; f.codes(b, lo, hi);
-      float s0, s1, mn = 0;
-      if constexpr (!F::SUPER) { s0 = s1 = f.scale(b) * F::UNIT; mn = f.min(b); }
-      else if constexpr (F::MIN) { s0 = s1 = f.d() * (float)ubyte(f.scales(g & 1), b) * F::UNIT; mn = -f.dmin() * (float)ubyte(f.mins(g & 1), b); }
-      else { s0 = f.d() * (float)f.scale_lo(b) * F::UNIT; s1 = f.d() * (float)f.scale_hi(b) * F::UNIT; }
+      float s0, s1, mn;
+      scales_of(f, g & 1, b, s0, s1, mn);
+      s0 *= F::UNIT; s1 *= F::UNIT;
 #pragma unroll
       for (int c = 0; c < C; c++) {
         const float* p = x + (size_t)min(col + c, m - 1) * k + g * 128 + b * 32 + t * 4;

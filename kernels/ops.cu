@@ -27,10 +27,8 @@ __global__ void embed(float* y, const void* q, const void* h, const void* s, con
   for (int b = 0; b < 4; b++) {
     if (g * 128 + b * 32 >= k) break;
     int lo, hi; f.codes(b, lo, hi);
-    float s0, s1, low = 0, v[8];
-    if constexpr (!F::SUPER) { s0 = s1 = f.scale(b); low = f.min(b); }
-    else if constexpr (F::MIN) { s0 = s1 = __fmul_rn(f.d(), (float)ubyte(f.scales(g & 1), b)); low = -__fmul_rn(f.dmin(), (float)ubyte(f.mins(g & 1), b)); }
-    else { s0 = __fmul_rn(f.d(), (float)f.scale_lo(b)); s1 = __fmul_rn(f.d(), (float)f.scale_hi(b)); }
+    float s0, s1, low, v[8];
+    scales_of(f, g & 1, b, s0, s1, low);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       v[j] = __fmul_rn(__fadd_rn(__fmul_rn(sbyte(lo, j) * F::UNIT, s0), low), scale);
@@ -61,10 +59,10 @@ __device__ __forceinline__ float block_sum(float v, float* red) {
   return warp_sum(lane < warps ? red[lane] : 0.f);
 }
 // Column of quad j: quads 2i and 2i + 1 of a warp are 256 columns side by side
-__device__ __forceinline__ int column_of(int j) { return (((j >> 1) * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 2 + (j & 1)) * 128 + (threadIdx.x & 31) * 4; }
+__device__ __forceinline__ int quad_column(int j) { return (((j >> 1) * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 2 + (j & 1)) * 128 + (threadIdx.x & 31) * 4; }
 template <int V> __device__ __forceinline__ void load_row(float (&v)[V][4], const float* p, int width, bool whole) {
 #pragma unroll
-  for (int j = 0; j < V; j++) load_quad(v[j], p + column_of(j), width - column_of(j), whole);
+  for (int j = 0; j < V; j++) load_quad(v[j], p + quad_column(j), width - quad_column(j), whole);
 }
 // v, a row in registers with zeros behind its end -> the norm of it; w is in registers where there is room for it. red: two sums
 template <int V>
@@ -77,7 +75,7 @@ __device__ __forceinline__ void normalise(float (&v)[V][4], const float (*early)
 #pragma unroll
     for (int j = 0; j < V; j++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) if (column_of(j) + e < width) v[j][e] -= mean;
+      for (int e = 0; e < 4; e++) if (quad_column(j) + e < width) v[j][e] -= mean;
   }
   float sum = 0;
 #pragma unroll
@@ -88,8 +86,8 @@ __device__ __forceinline__ void normalise(float (&v)[V][4], const float (*early)
 #pragma unroll
   for (int j = 0; j < V; j++) {
     float f[4], b[4] = {};
-    if (early) { f[0] = early[j][0]; f[1] = early[j][1]; f[2] = early[j][2]; f[3] = early[j][3]; } else load_quad(f, w + column_of(j), width - column_of(j), whole);
-    if (bias) load_quad(b, bias + column_of(j), width - column_of(j), whole);
+    if (early) { f[0] = early[j][0]; f[1] = early[j][1]; f[2] = early[j][2]; f[3] = early[j][3]; } else load_quad(f, w + quad_column(j), width - quad_column(j), whole);
+    if (bias) load_quad(b, bias + quad_column(j), width - quad_column(j), whole);
 #pragma unroll
     for (int e = 0; e < 4; e++) v[j][e] = fmaf(__fmul_rn(v[j][e], r), f[e], b[e]);
   }
@@ -112,7 +110,7 @@ __global__ __launch_bounds__(V > 4 ? 768 : 1024) void norm(float* out, float* x,
   const float* add = y + (size_t)row * py;
   if (PLAIN && row < m)
 #pragma unroll
-    for (int j = 0; j < V; j++) if (column_of(j) < width) { if (!ids) prefetch(x + (size_t)row * px + column_of(j)); if (y) prefetch(add + column_of(j)); }
+    for (int j = 0; j < V; j++) if (quad_column(j) < width) { if (!ids) prefetch(x + (size_t)row * px + quad_column(j)); if (y) prefetch(add + quad_column(j)); }
   pdl_wait();
   if (row < m) {
     float* from = x + (size_t)(ids ? load4(ids + row) : row) * px;
@@ -123,18 +121,18 @@ __global__ __launch_bounds__(V > 4 ? 768 : 1024) void norm(float* out, float* x,
       for (int j = 0; j < V; j += AT_ONCE) {      // all loads first: what is stored waits for what was loaded
         float a[AT_ONCE][4];
 #pragma unroll
-        for (int h = 0; h < AT_ONCE; h++) load_quad(a[h], from + column_of(j + h), width - column_of(j + h), whole);
+        for (int h = 0; h < AT_ONCE; h++) load_quad(a[h], from + quad_column(j + h), width - quad_column(j + h), whole);
 #pragma unroll
         for (int h = 0; h < AT_ONCE; h++) {
 #pragma unroll
           for (int e = 0; e < 4; e++) v[j + h][e] = fmaf(v[j + h][e], scale, a[h][e]);
-          store_quad(from + column_of(j + h), v[j + h], width - column_of(j + h), whole);
+          store_quad(from + quad_column(j + h), v[j + h], width - quad_column(j + h), whole);
         }
       }
     normalise<V>(v, EARLY ? f : nullptr, w, bias, red[2], eps, width, layer, whole);
     if (out)
 #pragma unroll
-      for (int j = 0; j < V; j++) store_quad(out + (size_t)row * width + column_of(j), v[j], width - column_of(j), whole);
+      for (int j = 0; j < V; j++) store_quad(out + (size_t)row * width + quad_column(j), v[j], width - quad_column(j), whole);
   }
 #pragma unroll
   for (int i = 0; i < V / 2; i++) store_quantized(v + 2 * i, {q0, d0, s0, nullptr}, {q1, d1, s1, m1}, i * (blockDim.x >> 5) + warp, row, width, part);

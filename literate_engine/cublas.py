@@ -8,7 +8,7 @@ __all__ = ['NAMES', 'STATUS', 'SIGNATURES', 'CUBLAS', 'SCRATCH', 'R_32F', 'R_16F
            'cublas_version', 'RowActs', 'row_buffers', 'prepare_row_acts', 'slices', 'workspace_bytes', 'Handle',
            'CublasProduct', 'CublasGemm', 'OwnGemm', 'MixedGemm', 'gemm_room', 'choose_gemm']
 
-# %% ../nbs/17_cublas.ipynb #c543d182
+# %% ../nbs/17_cublas.ipynb #425f3988
 import ctypes, functools, sys, weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 from .cuda import CudaError, CudaModule, Device, Launch, cupy, device
 from .emulator import emulated_arch
-from .gemm_gpu import MANY, RAISE, PartSums, act_for, half_buffers, part_bytes, prepare_gemm, prepare_half_acts
-from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, sum_args
+from .gemm_gpu import MANY, RAISE, PartSums, act_for, check_halves, check_rows, half_buffers, part_bytes, prepare_gemm, prepare_half_acts
+from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, check_product, sum_args
 
 # %% ../nbs/17_cublas.ipynb #851f2cd7
 NAMES = tuple(f"cublas64_{v}.dll" if sys.platform == "win32" else f"libcublas.so.{v}" for v in (13, 12))
@@ -61,7 +61,7 @@ def cublas_version() -> str:
     for i, part in enumerate(parts): blas(lib, "cublasGetProperty", i, ctypes.byref(part))
     return ".".join(str(p.value) for p in parts)
 
-# %% ../nbs/17_cublas.ipynb #0310642f
+# %% ../nbs/17_cublas.ipynb #90897f58
 CUBLAS = CudaModule("cublas.cu", lambda arch: [f"unpack<{t}>" for t in GPU_FORMATS] + [f"half_rows<{bf}, {split}>" for bf in ("false", "true")[:1 + (arch >= 80)] for split in ("false", "true")] + ["finish<1>", "finish<4>"])
 
 @dataclass(frozen=True)
@@ -75,14 +75,12 @@ class RowActs:
 
 def row_buffers(m: int, k: int, type_name: str) -> RowActs:
     "Room for m rows."
-    if type_name not in HALVES: raise ValueError(f"16-bit activations: expected F16 or BF16, got {type_name}")
-    if k % 8: raise ValueError(f"16-bit activations have a multiple of 8 columns, got {k}")
+    check_halves(type_name, k)
     return RowActs(type_name, m, k, cupy().empty((1 + (m <= 32), m, k), np.uint16), cupy().empty(m, np.float32))
 
 def prepare_row_acts(a: RowActs, x) -> list[Launch]:
     "The launch that fills the buffers from x [m, k] float32; its rows may lie apart, as columns of a wider array."
-    good = x.shape == (a.m, a.k) and x.dtype == np.float32 and x.strides[1] == 4 and (a.m == 1 or x.strides[0] % 16 == 0) and x.data.ptr % 16 == 0
-    if not good: raise ValueError(f"activations: expected float32 [{a.m}, {a.k}], columns side by side, rows aligned to 16 bytes; got {x.dtype} {list(x.shape)} with strides {list(x.strides)}")
+    check_rows(x, a.m, a.k)
     name = f"half_rows<{str(a.type == 'BF16').lower()}, {str(len(a.xh) == 2).lower()}>"
     return [Launch(CUBLAS[name], a.m, 32*min(8, -(-a.k//256)), [x, a.xh, a.xs, a.m, a.k, x.strides[0]//4], pdl=True)]
 
@@ -150,7 +148,7 @@ class CublasProduct:
         y = wide(x) @ wide(w).T
         sums[...] = sums + y if self.more else y
 
-# %% ../nbs/17_cublas.ipynb #4d0dd262
+# %% ../nbs/17_cublas.ipynb #8ffa597f
 class CublasGemm:
     "Products of many rows by the library, for one program: one stream at a time."
     def __init__(self, room: int = SCRATCH): self.room, self.handle, self.scratch = room, None, None          # room: bytes of scratch memory
@@ -168,11 +166,9 @@ class CublasGemm:
     def prepare(self, a: RowActs, w: GpuMatrix, y, add=None, bias=None) -> list[Launch | CublasProduct]:        # y float32 [m, n]; add, bias: as in chapter 14
         "The launches that compute y = x W^T."
         half, want = w.type in HALVES, "BF16" if w.type == "BF16" else "F16"
-        if a.type != want: raise ValueError(f"{w.type} takes {want} activations, got {a.type}")
-        if a.k != w.k: raise ValueError(f"activations have {a.k} columns, the {w.type} matrix {w.k}")
-        if y.shape != (a.m, w.n) or y.dtype != np.float32 or not y.flags.c_contiguous: raise ValueError(f"output: expected contiguous float32 [{a.m}, {w.n}], got {y.dtype} {list(y.shape)}")
-        bias, x, scale = sum_args(y, w.n, add, bias)
-        aligned = w.n % 4 == 0 and all(v is None or v.data.ptr % 16 == 0 for v in (y, x, bias))
+        check_product(a.type, (want,), a.m, a.k, w, y)
+        bias, stream, scale = sum_args(y, w.n, add, bias)
+        aligned = w.n % 4 == 0 and all(v is None or v.data.ptr % 16 == 0 for v in (y, stream, bias))
         whole, out = w.planes[0].view(np.uint16) if half else None, []
         for first, rows in slices(w.n, w.k, a.m, not half, self.room):
             weights, sums = self._places(rows, w.k, a.m, half)
@@ -180,7 +176,7 @@ class CublasGemm:
             else: out.append(Launch(CUBLAS[f"unpack<{w.type}>"], -(-rows*w.groups//64), 256, [*w.planes, weights, first*w.groups, rows, w.groups, w.k], pdl=True))
             out += [CublasProduct(self.handle, part, weights, sums, w.k, want == "BF16", i > 0) for i, part in enumerate(a.xh)]
             wide, pitch = 4 if aligned and rows % 4 == 0 else 1, sums.strides[0]//4
-            out.append(Launch(CUBLAS[f"finish<{wide}>"], -(-a.m*rows//(256*wide)), 256, [sums, a.xs, 1/RAISE if not half else 1.0, y, bias, x, scale, first, rows, pitch, w.n, a.m]))
+            out.append(Launch(CUBLAS[f"finish<{wide}>"], -(-a.m*rows//(256*wide)), 256, [sums, a.xs, 1/RAISE if not half else 1.0, y, bias, stream, scale, first, rows, pitch, w.n, a.m]))
         return out
 
     def _places(self, rows: int, k: int, m: int, half: bool):

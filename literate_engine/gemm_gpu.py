@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['MANY', 'RAISE', 'GEMM', 'WGMMA', 'GEMM_PLANS', 'columns_of_places', 'half_act_ref', 'bf16_ref', 'act_for', 'HalfActs',
-           'half_buffers', 'prepare_half_acts', 'new_half_acts', 'half_act_values', 'half_weights_ref', 'GemmPlan',
-           'part_bytes', 'gemm_plans', 'PartSums', 'prepare_gemm', 'gemm_gpu', 'tune_gemm', 'gemm_ref']
+           'check_halves', 'check_rows', 'half_buffers', 'prepare_half_acts', 'new_half_acts', 'half_act_values',
+           'half_weights_ref', 'GemmPlan', 'part_bytes', 'gemm_plans', 'PartSums', 'prepare_gemm', 'gemm_gpu',
+           'tune_gemm', 'gemm_ref']
 
-# %% ../nbs/16_gemm_gpu.ipynb #2641a5f7
+# %% ../nbs/16_gemm_gpu.ipynb #120af4b6
 from dataclasses import dataclass
 import numpy as np
 from .cuda import CudaModule, Device, Graph, Launch, bench_gpu, cupy, device
 from .linear import ACT_OF
-from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, first_plan, linear_gpu, scales_ref, slot_bytes, sum_args, unpack_ref
+from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, check_product, first_plan, linear_gpu, scales_ref, slot_bytes, sum_args, unpack_ref
 
 # %% ../nbs/16_gemm_gpu.ipynb #51a9bd92
 def columns_of_places() -> np.ndarray:                                 # int [4 matrices, 8 places]
@@ -37,7 +38,7 @@ def bf16_ref(x: np.ndarray) -> np.ndarray:
     u = x.view(np.uint32)
     return (u + 0x7fff + (u >> 16 & 1) & 0xffff0000).astype(np.uint32).view(np.float32)
 
-# %% ../nbs/16_gemm_gpu.ipynb #980bae95
+# %% ../nbs/16_gemm_gpu.ipynb #b96b6460
 MANY = {**dict.fromkeys(GPU_FORMATS, 33), **dict.fromkeys(HALVES, 5)}     # rows from which this chapter's kernels are used
 
 def act_for(type_name: str, m: int, arch: int) -> str:
@@ -55,19 +56,27 @@ class HalfActs:
     xh: object            # uint16 [blocks of 32 up to a whole group of 128, parts, octets of rows, 4, 8, 8]; two parts up to 32 rows
     xs: object            # float32 [8 * octets]: what a row of the result is multiplied by
 
+def check_halves(type_name: str, k: int) -> None:
+    "Are there 16-bit activations of this type and width?"
+    if type_name not in HALVES: raise ValueError(f"16-bit activations: expected F16 or BF16, got {type_name}")
+    if k % 8: raise ValueError(f"16-bit activations have a multiple of 8 columns, got {k}")
+
+def check_rows(x, m: int, k: int) -> None:
+    "Can 16-bit activations [m, k] be made from x?"
+    good = x.shape == (m, k) and x.dtype == np.float32 and x.strides[1] == 4 and (m == 1 or x.strides[0] % 16 == 0) and x.data.ptr % 16 == 0
+    if not good: raise ValueError(f"activations: expected float32 [{m}, {k}], columns side by side, rows aligned to 16 bytes; got {x.dtype} {list(x.shape)} with strides {list(x.strides)}")
+
 def half_buffers(m: int, k: int, type_name: str, x=None) -> HalfActs:
     "Room for m rows; x is what they come from, if that is kept."
     cp = cupy()
-    if type_name not in HALVES: raise ValueError(f"16-bit activations: expected F16 or BF16, got {type_name}")
-    if k % 8: raise ValueError(f"16-bit activations have a multiple of 8 columns, got {k}")
+    check_halves(type_name, k)
     unit = next(u for u in (2, 4, 16) if m <= 8*u or u == 16)                       # octets that a tile takes at once
     octets, parts = -(-m//(8*unit))*unit, 1 + (m <= 32)
     return HalfActs(type_name, m, k, x, cp.empty((-(-k//128)*4, parts, octets, 4, 8, 8), np.uint16), cp.empty(8*octets, np.float32))
 
 def prepare_half_acts(a: HalfActs, x) -> list[Launch]:
     "The launch that fills the buffers from x [m, k] float32; its rows may lie apart, as columns of a wider array."
-    good = x.shape == (a.m, a.k) and x.dtype == np.float32 and x.strides[1] == 4 and (a.m == 1 or x.strides[0] % 16 == 0) and x.data.ptr % 16 == 0
-    if not good: raise ValueError(f"activations: expected float32 [{a.m}, {a.k}], columns side by side, rows aligned to 16 bytes; got {x.dtype} {list(x.shape)} with strides {list(x.strides)}")
+    check_rows(x, a.m, a.k)
     blocks, parts, octets = a.xh.shape[:3]
     name = f"half_act<{str(a.type == 'BF16').lower()}, {str(parts == 2).lower()}>"
     return [Launch(GEMM[name], octets, 32*min(16, blocks), [x, a.xh, a.xs, a.m, a.k, x.strides[0]//4, blocks, parts*octets], pdl=True)]
@@ -86,7 +95,7 @@ def half_act_values(a: HalfActs) -> np.ndarray:                            # flo
     out = out.reshape(parts, octets*8, -1)[:, :a.m, :a.k]
     return (out.astype(np.uint32) << 16).view(np.float32) if a.type == "BF16" else out.view(np.float16).astype(np.float32)
 
-# %% ../nbs/16_gemm_gpu.ipynb #a6baa2f6
+# %% ../nbs/16_gemm_gpu.ipynb #f2f2116c
 RAISE = 16                                                                 # as in gemm.cuh
 
 def half_weights_ref(
@@ -94,7 +103,7 @@ def half_weights_ref(
     type_name: str,
     k: int,
 ) -> np.ndarray:               # float32 [rows, k]
-    "The weights as the tensor cores see them, divided by RAISE."
+    "The weights as the tensor cores see them, divided by RAISE: infinite from 65520/RAISE on."
     if type_name in HALVES:
         w = np.ascontiguousarray(planes["q"]).view(np.uint16)
         return (w.view(np.float16).astype(np.float32) if type_name == "F16" else (w.astype(np.uint32) << 16).view(np.float32))[:, :k]
@@ -163,7 +172,7 @@ def _guess(p: GemmPlan, w: GpuMatrix, m: int, d: Device) -> float:
     work = max(p.rows*p.tokens*(1.5 if wide else 2.6), 106*p.rows*weight, 86*(p.rows*weight + 2*p.tokens*(1 + (m <= 32 and w.type in HALVES))))/p.splits
     return rounds*p.blocks*work*(1 + 0.3*idle + 0.02*(p.stages < 3)) + (p.splits > 1)*(1300 + 0.002*p.splits*m*w.n)*4096/w.k
 
-# %% ../nbs/16_gemm_gpu.ipynb #47ceb5d0
+# %% ../nbs/16_gemm_gpu.ipynb #ddee7905
 GEMM_PLANS = {}                                                            # (device, type, n, k, rows of x up to a whole tile) -> GemmPlan
 
 def _key(w: GpuMatrix, m: int, d: Device) -> tuple: return d.name, w.type, w.n, w.k, -(-m//64)*64 if m > 32 else 32 if m > 16 else 16
@@ -185,10 +194,7 @@ def prepare_gemm(
     parts: PartSums | None = None,         # None: memory of these launches alone
 ) -> list[Launch]:
     "The launches that compute y = x W^T."
-    want = "BF16" if w.type == "BF16" else "F16"
-    if a.type != want: raise ValueError(f"{w.type} takes {want} activations, got {a.type}")
-    if a.k != w.k: raise ValueError(f"activations have {a.k} columns, the {w.type} matrix {w.k}")
-    if y.shape != (a.m, w.n) or y.dtype != np.float32 or not y.flags.c_contiguous: raise ValueError(f"output: expected contiguous float32 [{a.m}, {w.n}], got {y.dtype} {list(y.shape)}")
+    check_product(a.type, ("BF16" if w.type == "BF16" else "F16",), a.m, a.k, w, y)
     d = device()
     p = plan or GEMM_PLANS.get(_key(w, a.m, d)) or first_plan(gemm_plans, w, a.m, d)
     laid = 8*a.xh.shape[2]

@@ -7,10 +7,10 @@ __all__ = ['QUADS', 'OPS', 'run', 'prepare_rms_norm', 'prepare_layer_norm', 'pre
            'prepare_activate', 'prepare_add', 'prepare_softcap', 'prepare_take_rows', 'prepare_take_columns',
            'prepare_join_heads', 'prepare_embed']
 
-# %% ../nbs/17_ops_gpu.ipynb #8ddfd3fd
+# %% ../nbs/17_ops_gpu.ipynb #8af95691
 import numpy as np
 from .cuda import CudaModule, Launch
-from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix
+from .linear_gpu import GPU_FORMATS, HALVES, GpuMatrix, overlap
 from .ops import ACTS
 
 # %% ../nbs/17_ops_gpu.ipynb #43686594
@@ -26,7 +26,7 @@ def run(launches: list[Launch]) -> None:
     "Start prepared launches one after the other."
     for launch in launches: launch()
 
-# %% ../nbs/17_ops_gpu.ipynb #7ac48eed
+# %% ../nbs/17_ops_gpu.ipynb #693a535e
 def _pitch(x, what: str, rows: int | None = None, width: int | None = None) -> int:
     "Floats from one row to the next, of an array that is what it should be."
     good = x.dtype == np.float32 and x.ndim == 2 and (x.shape[1] < 2 or x.strides[1] == 4) and rows in (None, x.shape[0]) and width in (None, x.shape[1])
@@ -39,6 +39,11 @@ def _whole_rows(x, what: str, rows: int, width: int):
     "An output: rows without gaps."
     if x is not None and _pitch(x, what, rows, width) != width: raise ValueError(f"{what}: expected rows of {width} without gaps, got strides {list(x.strides)}")
     return x
+
+def _apart(out, **inputs) -> None:
+    "An output whose rows or columns come from other places of its inputs."
+    for what, x in inputs.items():
+        if out is not None and overlap(out, x): raise ValueError(f"out: it lies where {what} does, of which others have still to be read")
 
 def _vector(w, what: str, width: int):
     "Weights of a row, or None."
@@ -64,10 +69,10 @@ def _planes(acts, rows: int, width: int) -> tuple[list, int, int]:
     pointers = [*(a.planes[:3] if a else [None]*3), *(b.planes if b else [None]*4)]
     return pointers, acts[0].rows if acts else 1, len(acts[0].planes[0])*acts[0].rows if acts else rows
 
-# %% ../nbs/17_ops_gpu.ipynb #4a09edd3
+# %% ../nbs/17_ops_gpu.ipynb #5c7abca7
 def _norm(out, x, w, bias, eps, layer, acts, y, scale, post, post_bias, rows) -> list[Launch]:
     (m, width), px = x.shape, _pitch(x, "x")
-    if rows is not None: m = len(rows)
+    if rows is not None: m = len(rows); _apart(out, x=x)
     if y is not None and rows is not None: raise ValueError("a residual sum is done on all rows: it cannot go with `rows`")
     if post is not None and y is None: raise ValueError("`post` are the weights for the norm of y, and there is no y")
     if out is None and not acts: raise ValueError("a norm needs an output: out, acts or both")
@@ -95,6 +100,7 @@ def prepare_rms_norm(
     "RMS norm, with the residual sum before it and the quantisation after it."
     if len(w) == x.shape[1]: return _norm(out, x, w, None, eps, False, acts, y, scale, post, None, rows)
     if acts or y is not None or rows is not None: raise ValueError(f"w has {len(w)} values for rows of {x.shape[1]}: a norm of groups has no acts, y or rows")
+    if out is None: raise ValueError("a norm of groups needs an output: out, which may be x")
     return prepare_heads(x, None, None, None, len(w), w, None, eps, out, None)
 
 def prepare_layer_norm(out, x, w, b, eps: float, acts=(), y=None, scale: float = 1.0, post=None, post_bias=None, rows=None) -> list[Launch]:
@@ -150,7 +156,7 @@ def prepare_activate(out, act: str, x, acts=()) -> list[Launch]:
     "act(x)."
     return prepare_gated(out, act, x, None, acts)
 
-# %% ../nbs/17_ops_gpu.ipynb #c5efd15a
+# %% ../nbs/17_ops_gpu.ipynb #ec9116f5
 def _elements(kernel: str, rows: int, width: int, args: list) -> list[Launch]:
     "A thread for four columns of a row."
     threads = min(256, 32*-(-width//128))
@@ -170,17 +176,20 @@ def prepare_softcap(out, x, cap: float, scale: float = 1.0) -> list[Launch]:
 def prepare_take_rows(out, x, rows) -> list[Launch]:
     "The rows of x that `rows` names, in its order."
     m, width = len(rows), x.shape[1]
+    _apart(out, x=x)
     return _elements("scaled_rows", m, width, [_whole_rows(out, "out", m, width), x, _numbers(rows, "rows", m), 0.0, 1.0, width, _pitch(x, "x"), _quads(width, out, x)])
 
 def prepare_take_columns(out, x, first: int) -> list[Launch]:
     "Columns of x from `first` on, as many as `out` has."
     if not 0 <= first <= x.shape[1] - out.shape[1]: raise ValueError(f"columns {first} to {first + out.shape[1]} of {x.shape[1]}")
+    _apart(out, x=x)
     return prepare_softcap(out, x[:, first:first + out.shape[1]], 0.0)
 
 def prepare_join_heads(out, a, b, n_head: int) -> list[Launch]:
     "Each head of a followed by the same head of b."
     m, width = len(a), a.shape[1] + b.shape[1]
     pa, pb = _pitch(a, "a"), _pitch(b, "b", m)
+    _apart(out, a=a, b=b)
     if a.shape[1] % n_head or b.shape[1] % n_head: raise ValueError(f"{a.shape[1]} and {b.shape[1]} columns: expected multiples of {n_head} heads")
     args = [_whole_rows(out, "out", m, width), a, b, n_head, a.shape[1]//n_head, b.shape[1]//n_head, pa, pb]
     return [Launch(OPS["join_heads"], (-(-width//256), m), 256, args, pdl=True)]

@@ -21,17 +21,17 @@ def product(w, a, launches, plan=None):
     y = cupy().empty((a.m, w.n), np.float32); y[...] = np.nan
     for launch in launches + prepare_gemm(a, w, y, plan): launch()
     return y.get()
-def check(t, n, k, m, every=False):
-    "All kernels, or all plans."
+def check(t, n, k, m, kinds=lambda p: (p.kernel, p.splits > 1)):
+    "One plan of each kind, the best guess of it; returns those that ran."
     raw, x = matrix(n, k, t), rows(m, k)
     w, want = to_gpu(raw, t), gemm_ref(x, pack_gpu(raw, t), t, n, kind(t))
     exact = dequantize(raw, t).astype(np.float64)
     terms = np.abs(x.astype(np.float64)) @ np.abs(exact).T + 1e-30
-    plans = gemm_plans(w, m, device())
-    for p in plans if every else {(p.kernel, p.splits > 1): p for p in plans}.values():
+    plans = list({kinds(p): p for p in reversed(gemm_plans(w, m, device()))}.values())
+    for p in plans:
         y = product(w, *new_half_acts(cupy().asarray(x), kind(t)), p)
         assert np.max(np.abs(y - want)/terms) < 2e-6, (t, n, k, m, p)
-        assert np.max(np.abs(y - x @ exact.T)/terms) < 2.0**(-7 if kind(t) == "BF16" else -9), (t, n, k, m, p)
+        assert np.max(np.abs(y - x @ exact.T)/terms) < 2.0**(-8 if kind(t) == "BF16" else -9), (t, n, k, m, p)
     return plans
 
 
@@ -44,20 +44,22 @@ def test_odd_shapes(t):
 
 @pytest.mark.parametrize("t", ["Q4_K", "F16"])
 def test_every_plan(t):
-    "All sizes of tiles and rings, with enough groups to go around the ring, and more columns than a tile has."
-    plans = check(t, 270, 768 if t == "Q4_K" else 520, 131, every=True)
-    plans += check(t, 33, 1280, 130) + check(t, 70, 2304, 20)
-    assert max(p.splits for p in plans) > 1
-    assert {p.kernel.split("<")[0] for p in plans} == {"gemm", "gemm_wgmma"} and {p.stages for p in plans} >= {2, 3, 4} - ({4} if t == "F16" else set()) and {p.blocks for p in plans} >= {1, 2}
+    "All sizes of tiles; then all rings and numbers of blocks that share the columns, with enough groups to go around the ring, and more columns than a tile has. All of these have run."
+    whole = check(t, 270, 768 if t == "Q4_K" else 520, 131, lambda p: p)
+    parts = check(t, 33, 1280, 130, lambda p: (p.kernel, p.stages, p.splits)) + check(t, 70, 2304, 20, lambda p: (p.kernel, p.stages, p.splits))
+    assert {p.kernel.split("<")[0] for p in whole} == {"gemm", "gemm_wgmma"} and {p.blocks for p in whole} >= {1, 2} and {p.stages for p in whole} == {2, 3, 4}
+    for name, splits in (("gemm<", {1, 2, 3, 4}), ("gemm_wgmma<", {1, 2})):
+        ran = [p for p in parts if p.kernel.startswith(name)]
+        assert {p.splits for p in ran} == splits and len({p.stages for p in ran if p.splits > 1}) > 1
 
 
 @pytest.mark.parametrize("t", HALVES)
 def test_few_rows(t):
-    "5 to 32 rows of 16-bit weights: as good as float32 activations, in every plan; more tiles than blocks."
+    "5 to 32 rows of 16-bit weights, by every plan: as good as float32 activations with float16, 16 bits of them with bfloat16; more tiles than blocks."
     for n, k, m in ((1, 8, 5), (16, 136, 8), (330, 520, 9), (33, 2056, 16), (100, 1024, 17), (33, 1536, 32)):
         raw, x = matrix(n, k, t), rows(m, k)
         w, want, terms = to_gpu(raw, t), linear_ref(x, raw, t), np.abs(x) @ np.abs(dequantize(raw, t)).T
-        for p in gemm_plans(w, m, device())[::3]:
+        for p in gemm_plans(w, m, device()):
             assert np.max(np.abs(product(w, *new_half_acts(cupy().asarray(x), t), p) - want)/terms) < (2.0**-15 if t == "BF16" else 1e-6), (n, k, m, p)
 
 
@@ -86,16 +88,42 @@ def test_columns_of_a_wider_array():
 
 
 def test_range():
-    "Activations beyond float16, weights among its subnormals, and a row with a NaN that spoils no other."
+    "Activations beyond float16, and rows with a NaN or an infinity, which spoil no other, wherever in a tile they are."
     raw, x = matrix(40, 256, "Q4_K"), rows(40, 256)
     want = linear_ref(x, raw, "Q4_K")
     x[3] *= 1e20; x[4] *= 1e-20; x[7, 9] = np.nan
     y = gemm_gpu(cupy().asarray(x), to_gpu(raw, "Q4_K")).get()
     assert np.isnan(y[7]).all() and np.isfinite(np.delete(y, 7, 0)).all()
     for i, scale in ((3, 1e20), (4, 1e-20), (0, 1)): assert np.max(np.abs(y[i]/np.float32(scale) - want[i])) < 2e-3*np.abs(want[i]).max()
-    small = quantize((rng.standard_normal((33, 256))*1e-4).astype(np.float32), "Q8_0")
-    w = half_weights_ref(pack_gpu(small, "Q8_0"), "Q8_0", 256)[:33]
-    assert np.max(np.abs(w - dequantize(small, "Q8_0"))) < 3e-7                  # 2^-11 of the largest
+    for t, m in (("Q8_0", 130), ("F16", 9), ("BF16", 70)):
+        w, x, bad = to_gpu(matrix(40, 256, t), t), rows(m, 256), [0, 7, m//2 + 3, m - 1]
+        x[bad, [0, 255, 31, 128]] = [np.nan, np.nan, np.inf, -np.inf]
+        for p in {p.kernel: p for p in gemm_plans(w, m, device())}.values():
+            y = product(w, *new_half_acts(cupy().asarray(x), kind(t)), p)
+            assert not np.isfinite(y[bad]).any() and np.isfinite(np.delete(y, bad, 0)).all(), p
+
+
+@pytest.mark.parametrize("t", GPU_FORMATS)
+def test_small_and_large_weights(t):
+    "Among float16's subnormals, and up to the limit that chapter 16 names: what the reference says, by every kernel."
+    for top in (1e-5, 1e-4, 3800):
+        values = rng.uniform(-top, top, (33, 512)).astype(np.float32)
+        raw, x = quantize(values, t), rows(40, 512)
+        w, planes = to_gpu(raw, t), pack_gpu(raw, t)
+        half = half_weights_ref(planes, t, 512)[:33].astype(np.float64)
+        assert np.isfinite(half).all() and np.max(np.abs(half - dequantize(raw, t))) < 2.0**-9*top + 2.0**-28, (t, top)         # 2^-28: half of the smallest float16, through RAISE
+        for p in {p.kernel: p for p in gemm_plans(w, 40, device())}.values():
+            y = product(w, *new_half_acts(cupy().asarray(x)), p)
+            assert np.max(np.abs(y - gemm_ref(x, planes, t, 33, "F16"))/(np.abs(x) @ np.abs(half).T + 1e-30)) < 2e-6, (t, top, p)
+
+
+def test_the_limit_of_weights():
+    "It is where chapter 16 says, and chapter 14 has none."
+    raw, x = quantize(np.full((32, 256), 5000, np.float32), "Q8_0"), rows(33, 256)
+    w, want = to_gpu(raw, "Q8_0"), linear_ref(x, raw, "Q8_0")
+    assert np.max(np.abs(gemm_gpu(cupy().asarray(x[:32]), w).get() - want[:32])/(np.abs(x[:32]) @ np.abs(dequantize(raw, "Q8_0")).T)) < 1e-2
+    assert not np.isfinite(gemm_gpu(cupy().asarray(x), w).get()).any()
+    with np.errstate(over="ignore"): assert np.isinf(half_weights_ref(pack_gpu(raw, "Q8_0"), "Q8_0", 256)).all()
 
 
 @pytest.mark.parametrize("t", HALVES)

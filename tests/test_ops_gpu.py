@@ -173,7 +173,7 @@ def test_a_row_alone_and_in_company(width):
 def test_errors():
     x, w, ids = gpu(normal(3, 64)), gpu(normal(64)), gpu(np.zeros(3, np.int32))
     out, narrow, tall = empty(3, 64), empty(3, 32), empty(4, 64)
-    q8k = act_buffers(3, 256, "Q8_K")
+    q8k, double, before = act_buffers(3, 256, "Q8_K"), gpu(normal(1, 64)), x.get()
     for what, call in [("expected float32 \\[3, 64\\]", lambda: prepare_rms_norm(narrow, x, w, 1e-5)), ("y: expected float32 \\[3, 64\\]", lambda: prepare_rms_norm(out, x, w, 1e-5, y=tall)),
                        ("needs an output", lambda: prepare_rms_norm(None, x, w, 1e-5)), ("cannot go with `rows`", lambda: prepare_rms_norm(out, x, w, 1e-5, y=x, rows=ids)),
                        ("there is no y", lambda: prepare_rms_norm(out, x, w, 1e-5, post=w)), ("norm of groups", lambda: prepare_rms_norm(out, x, w[:32], 1e-5, y=x)),
@@ -182,5 +182,8 @@ def test_errors():
                        ("not a multiple of head_dim 48", lambda: prepare_rope(x, x, ids, gpu(normal(9, 32)), 48)), ("at most head_dim 16", lambda: prepare_rope(x, x, ids, gpu(normal(9, 32)), 16)),
                        ("needs positions", lambda: prepare_rope(x, x, None, gpu(normal(9, 32)), 32)), ("expected one of silu", lambda: prepare_gated(out, "tanh", x, x)),
                        ("without gaps", lambda: prepare_add(tall[:3, :32], narrow, narrow)), ("columns 40 to 72 of 64", lambda: prepare_take_columns(narrow, x, 40)),
+                       ("of groups needs an output", lambda: prepare_rms_norm(None, x, w[:32], 1e-5)), ("lies where x does", lambda: prepare_take_rows(x, x, ids)), ("lies where x does", lambda: prepare_rms_norm(x, x, w, 1e-5, rows=ids)),
+                       ("lies where x does", lambda: prepare_take_columns(x[:1, 3:35], x, 0)), ("lies where b does", lambda: prepare_join_heads(double[:, 8:16], narrow[:1, :4], double[:, 8:12], 1)),
                        ("multiples of 3 heads", lambda: prepare_join_heads(out, narrow, narrow, 3)), ("k_out: expected float32 \\[3, 64\\]", lambda: prepare_heads(x, tall, ids, gpu(normal(9, 32)), 32))]:
         with pytest.raises(ValueError, match=what): call()
+    same_bits(x.get(), before)
