@@ -343,7 +343,7 @@ def _from_gguf(cls, gguf, # a GGUFFile or its metadata
 
 ChatTemplate.from_gguf = classmethod(_from_gguf)
 
-# %% ../nbs/04_chat.ipynb #77fbe882
+# %% ../nbs/04_chat.ipynb #e1fd5e6e
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BESIDE = {"role", "content", "name", "tool_call_id", "annotations", "parsed"}      # parsed: the content once more, as the typed answers of OpenAI's client have it
 EMPTY = {"refusal", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content"}
@@ -367,10 +367,11 @@ def checked_messages(messages: list, # dicts with role and content
                      ) -> list[dict]:
     "The messages as the template's authors knew them; MessageError for a field that it does not read."
     out, reads = [], _words(source)
+    known = reads | BESIDE
     for i, m in enumerate(join_parts(messages)):
         if m.get("role") not in ROLES: raise _wrong(f"messages[{i}].role", f"one of {', '.join(ROLES)}", m.get("role"))
         for k, v in m.items():
-            if k not in reads | BESIDE: _check_unread(f"messages[{i}].{str(k)[:100]}", v, k in EMPTY)
+            if k not in known: _check_unread(f"messages[{i}].{str(k)[:100]}", v, k in EMPTY)
         d = {k: v for k, v in m.items() if v is not None and (k == "content" or v != [])}                       # templates ask whether a field is there
         if d["role"] == "developer" and "developer" not in reads: d["role"] = "system"
         if "content" not in d:

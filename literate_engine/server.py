@@ -561,7 +561,7 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #4d4cac4f
+# %% ../nbs/51_server.ipynb #7c00b1dc
 def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None,
           api_key: str | None = None,    # default: the environment's LITERATE_API_KEY
           no_api_key: bool = False,      # beyond loopback without a key
@@ -599,7 +599,7 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
     try: loader.join()
     except KeyboardInterrupt: os._exit(130)          # not waited for: an interpreter that ends in order would take from the thread what it works with
     if not (error := future.exception()): future.result().stop()
-    elif not interrupted: raise error
+    elif not (interrupted or isinstance(error, CancelledError)): raise error          # given up without an interrupt of Python's: a job in the background ignores SIGINT, uvicorn does not
 
 # %% ../nbs/51_server.ipynb #18f52434
 def _welcome(engine, url: str, key: str | None) -> str:

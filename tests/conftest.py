@@ -1,5 +1,6 @@
 """Fixtures shared by the tests: the repository's root and the real models, fetched when they can be."""
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))               # the tests read the checkout, whether or not the package is installed
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)       # a job in the background ignores it, and so would what the tests interrupt
 
 
 def hold(engine, seconds: float = 0.4) -> None:
