@@ -332,7 +332,7 @@ static Owned owned[ARENA / GUARD];
 static inline Owned& owner(u64 p) { return owned[(p - (u64)arena) / GUARD]; }
 [[gnu::cold, gnu::noinline]] static void no_access(u64 p, u32 n, Access how, u64 place) {
   const Owned& a = owner(p);
-  if (p < a.begin || p + n > a.end) fail(p, place, how == READ ? "@r" : "@w");
+  if (p < a.begin || p + n > a.end) fail(p < a.begin || p >= a.end ? p : a.end, place, how == READ ? "@r" : "@w");      // the first byte that is outside
   if (how != READ) fail(p, place, "written before pdl_wait");
   for (int i = 0; i < dirty_n; i++) if (p < dirty[2 * i + 1] && p + n > dirty[2 * i]) fail(p, place, "read before pdl_wait, though the kernel before may still be writing it");
 }

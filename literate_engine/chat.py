@@ -343,7 +343,7 @@ def _from_gguf(cls, gguf, # a GGUFFile or its metadata
 
 ChatTemplate.from_gguf = classmethod(_from_gguf)
 
-# %% ../nbs/04_chat.ipynb #e1fd5e6e
+# %% ../nbs/04_chat.ipynb #99f12463
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BESIDE = {"role", "content", "name", "tool_call_id", "annotations", "parsed"}      # parsed: the content once more, as the typed answers of OpenAI's client have it
 EMPTY = {"refusal", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content"}
@@ -369,7 +369,7 @@ def checked_messages(messages: list, # dicts with role and content
     out, reads = [], _words(source)
     known = reads | BESIDE
     for i, m in enumerate(join_parts(messages)):
-        if m.get("role") not in ROLES: raise _wrong(f"messages[{i}].role", f"one of {', '.join(ROLES)}", m.get("role"))
+        if (role := m.get("role")) not in ROLES and not (isinstance(role, str) and role.isidentifier() and role in _syntax(source)[1]): raise _wrong(f"messages[{i}].role", f"one of {', '.join(ROLES)}", role)
         for k, v in m.items():
             if k not in known: _check_unread(f"messages[{i}].{str(k)[:100]}", v, k in EMPTY)
         d = {k: v for k, v in m.items() if v is not None and (k == "content" or v != [])}                       # templates ask whether a field is there
@@ -383,11 +383,16 @@ def checked_messages(messages: list, # dicts with role and content
         out.append(d)
     return out
 
-# %% ../nbs/04_chat.ipynb #c6392bb0
+# %% ../nbs/04_chat.ipynb #ef2af669
 @functools.lru_cache(8)
+def _syntax(source):
+    "The variables that a template reads, and the texts that stand in it in quotes."
+    tree = _Environment().parse(source)
+    return frozenset(meta.find_undeclared_variables(tree)), frozenset(n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str))
+
 def template_variables(source: str) -> frozenset:
     "The names of the variables that a template reads and its caller may set."
-    return frozenset(meta.find_undeclared_variables(_Environment().parse(source)) - {"messages", "bos_token", "eos_token"})
+    return _syntax(source)[0] - {"messages", "bos_token", "eos_token"}
 
 @functools.lru_cache(8)
 def _words(source): return frozenset(re.findall(r"\w+", source))

@@ -7,8 +7,9 @@ __all__ = ['Model', 'Device', 'Threads', 'Activations', 'GemmBackend', 'KVType',
            'Temperature', 'TopP', 'Seed', 'app', 'MAX_TEXT', 'serve', 'generate', 'chat', 'perplexity', 'trace_diff',
            'inspect', 'pull', 'probe', 'bench', 'main']
 
-# %% ../nbs/61_cli.ipynb #84d2d50d
+# %% ../nbs/61_cli.ipynb #dba853f0
 import errno
+import io
 import re
 import sys
 from typing import Annotated
@@ -110,8 +111,8 @@ def serve(
     _check_settings(path, options)                                    # and so is what contradicts the model or the machine
     serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **_given(model_name=model if model in MODELS else None), **options)
 
-# %% ../nbs/61_cli.ipynb #4177d168
-def _llm(model: str, **options):
+# %% ../nbs/61_cli.ipynb #951d3a54
+def _llm(model, **options):         # what find_model takes
     "The engine with a model loaded."
     from literate_engine.core import find_model, without_gc
     path = find_model(model)
@@ -130,7 +131,7 @@ def _decoded(data: bytes, name: str) -> str:
 def _stdin():
     "Standard input, as bytes."
     if sys.stdin is None: raise ValueError("standard input is closed")
-    return sys.stdin.buffer
+    return getattr(sys.stdin, "buffer", None) or io.BytesIO(sys.stdin.read().encode())      # what Python's callers have put there has text alone
 
 def _text(argument: str) -> str:
     "The argument itself, or standard input for '-'."
@@ -163,7 +164,7 @@ def _stream(llm, token_ids: list[int], params, goes_on: bool = False) -> str:
     else: print(flush=True)
     return "".join(parts)
 
-# %% ../nbs/61_cli.ipynb #ea45e710
+# %% ../nbs/61_cli.ipynb #531cd2bd
 @app.command()
 def generate(
     model: Model,
@@ -180,10 +181,12 @@ def generate(
     json: Json = False,
 ) -> None:
     "Continue a text."
+    from literate_engine.core import find_model
     from literate_engine.sampling import SamplingParams
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    path = find_model(model)                                          # a wrong name is told before a text is waited for
     text = _text(prompt)
-    with _llm(model, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
+    with _llm(path, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
         if not json: _stream(llm, llm.encode(text), params); return
         out = llm.generate(text, params)[0]
     _print_json({"text": out.text, "token_ids": list(out.token_ids), "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
@@ -227,7 +230,7 @@ def _ask() -> str | None:
     try: return input("> ").strip()
     except EOFError: return None
 
-# %% ../nbs/61_cli.ipynb #80af4e07
+# %% ../nbs/61_cli.ipynb #c2fa3d31
 @app.command()
 def perplexity(
     model: Model,
@@ -240,8 +243,10 @@ def perplexity(
     json: Json = False,
 ) -> None:
     "How surprised a model is by a text: e to the mean negative log-likelihood of a token."
+    from literate_engine.core import find_model
+    path = find_model(model)
     if not (text := _file_text(file)): raise ValueError(f"{'standard input' if file == '-' else file} is empty: a perplexity needs at least 2 tokens")
-    with _llm(model, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
+    with _llm(path, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, max_model_len=max_model_len) as llm:
         value, n = float(llm.perplexity(text)), len(llm.tokenizer.encode(text)) - 1          # the first token has nothing before it
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")

@@ -30,13 +30,13 @@ def descriptors_left() -> float:
         return math.inf if most == resource.RLIM_INFINITY else most - len(os.listdir("/dev/fd"))
     except (ImportError, OSError): return math.inf                       # not known
 
-# %% ../nbs/51_connections.ipynb #168a668b
+# %% ../nbs/51_connections.ipynb #45392a75
 @dataclass(frozen=True)
 class ConnectionLimits:
     "What connections may cost."
     connections: int = 1000              # at a time; fewer if the process may not open as many files
     head_seconds: float = 30.0           # to send the head of a request, new or next
-    stall_seconds: float = 60.0          # to go on reading an answer
+    stall_seconds: float = 60.0          # in which a client takes something of an answer that waits for it
     linger_seconds: float = 2.0          # a body that nobody reads is taken in and dropped for so long
     linger_bytes: int = 64 << 20         # and so far
 
@@ -45,12 +45,13 @@ def most_connections(wanted: int) -> int:
     left = descriptors_left()
     return wanted if left == math.inf else int(max(4, min(wanted, left - max(24, left // 8))))
 
-# %% ../nbs/51_connections.ipynb #58038f72
+# %% ../nbs/51_connections.ipynb #e5410e1f
 class Connection(H11Protocol):
     "uvicorn's connection, with an end."
     def __init__(self, *args, limits: ConnectionLimits, most: int, **kwargs):
         super().__init__(*args, **kwargs)
         self.limits, self.most, self.app, self.waits_for, self.since, self.timer = limits, most, Whole(self.app, limits), None, 0.0, None
+        self.left = 0                                                    # bytes that the client had still to take when the timer was started
 
     @property
     def idle(self) -> bool:
@@ -59,18 +60,22 @@ class Connection(H11Protocol):
 
     def watch(self) -> None:
         "Start the timer for what the connection waits for now, if that is new."
-        now = "request" if self.idle else "reader" if self.flow.write_paused else None
+        now = "reader" if self.flow.write_paused else "request" if self.idle else None
         if now == self.waits_for: return
-        self.waits_for, self.since = now, self.loop.time()
+        self.waits_for, self.since, self.left = now, self.loop.time(), self.transport.get_write_buffer_size()
         if self.timer: self.timer.cancel()
-        self.timer = now and self.loop.call_later(self.limits.head_seconds if self.idle else self.limits.stall_seconds, self.expire)
+        self.timer = now and self.loop.call_later(self.limits.head_seconds if now == "request" else self.limits.stall_seconds, self.expire)
 
     def expire(self) -> None:
         "The time is over: 408 if something of a request is there, else nothing, and the end."
+        before, self.left = self.left, self.transport.get_write_buffer_size()
+        if 0 < self.left < before: return self.go_on()                   # the client is slow, but it reads
         if self.transport.is_closing() or self.flow.write_paused: return self.transport.abort()
         if self.conn.trailing_data[0]: self.refuse(RequestError(f"the head of the request did not arrive within {self.limits.head_seconds:g} s", status=408))
         self.transport.close()
-        self.timer = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+        self.go_on()
+
+    def go_on(self) -> None: self.timer = self.loop.call_later(self.limits.stall_seconds, self.expire)
 
     def refuse(self, error: RequestError) -> None:
         "Answer without asking the application, and close."
@@ -110,7 +115,7 @@ for name in ("data_received", "on_response_complete", "pause_writing", "resume_w
 Connection.send_400_response = lambda self, message: self.refuse(RequestError("the request is not valid HTTP"))
 Connection._should_upgrade = lambda self: False              # no web sockets here: the request is answered as if it had not asked
 
-# %% ../nbs/51_connections.ipynb #35f476a8
+# %% ../nbs/51_connections.ipynb #3ae5322d
 class Whole:
     "Ends the connections of answers that were given before the body was all there."
     def __init__(self, app, limits: ConnectionLimits): self.app, self.limits = app, limits
@@ -119,20 +124,21 @@ class Whole:
         if scope["type"] != "http": return await self.app(scope, receive, send)
         whole, early, asks = False, False, any(k == b"expect" for k, _ in scope["headers"])
         async def received():
-            nonlocal whole
+            nonlocal whole, asks
+            asks = False                                 # uvicorn tells it to send
             message = await receive()
             whole = message["type"] != "http.request" or not message.get("more_body")
             return message
-        async def drop(seconds):
+        async def drop(seconds, ask=True):
             size = 0
             try:
                 async with asyncio.timeout(seconds):
-                    while not (whole or asks) and size <= self.limits.linger_bytes: size += len((await received()).get("body", b""))
+                    while not (whole or asks and not ask) and size <= self.limits.linger_bytes: size += len((await received()).get("body", b""))
             except TimeoutError: pass
         async def sent(message):
             nonlocal early
             if message["type"] == "http.response.start" and not whole:
-                await drop(0)
+                await drop(0, ask=False)
                 if early := not whole: message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif early and not message.get("more_body"):
                 await send({**message, "more_body": True})

@@ -254,24 +254,27 @@ DEFAULT_MODEL = "smollm2"
 class FetchError(OSError):
     "A model could not be fetched; one line says why."
 
-# %% ../nbs/00_core.ipynb #d169f7a5
+# %% ../nbs/00_core.ipynb #dcec4ea7
 @contextlib.contextmanager
 def _locked(dest: Path) -> Iterator[None]:
     "One process at a time fetches `dest`; the lock is the system's, so a killed process holds nothing."
     try: import fcntl
     except ImportError: fcntl = None                                  # Windows: the atomic rename alone has to do
-    with open(dest.with_name(f".{dest.name}.lock"), "w") as f:
+    with _writing_to(dest.parent): f = open(dest.with_name(f".{dest.name}.lock"), "w")
+    with f:
         if fcntl: fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}         # a disk that is full, a limit that is reached, a disk that is only read
 
 @contextlib.contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    "What the system refuses in here becomes a FetchError that names the folder."
+def _writing_to(folder: Path, causes: set | None = None) -> Iterator[None]:
+    "What the system refuses in here, for one of these causes or for any, becomes a FetchError that names the folder."
     try: yield
     except FetchError: raise
-    except OSError as e: raise FetchError(f"{_named(folder)} cannot be written to: {e.strerror or e}") from None
+    except OSError as e:
+        if causes and e.errno not in causes: raise
+        raise FetchError(f"{_named(folder)} cannot be written to: {e.strerror or e}") from None
 
 def _named(folder: Path) -> str:
     return f"{folder} (LITERATE_CACHE is {os.environ['LITERATE_CACHE']!r})" if os.environ.get("LITERATE_CACHE") else str(folder)
@@ -279,12 +282,8 @@ def _named(folder: Path) -> str:
 def _fetched_once(dest: Path, sha256: str | None, fetch: Callable[[Path, Path], None]) -> Path:
     "`dest`, filled by `fetch(folder, file)` when it is not there: scratch folder, hash, rename."
     if dest.is_file(): return dest
-    with _writing_to(dest.parent):
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        return _fetched(dest, sha256, fetch)
-
-def _fetched(dest, sha256, fetch):
-    with _locked(dest):
+    with _writing_to(dest.parent): dest.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(dest), _writing_to(dest.parent, _DISK):
         if dest.is_file(): return dest                                # another process was first
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=dest.parent) as folder:
             part = Path(folder) / "model.gguf"

@@ -28,7 +28,7 @@ def choose_isa(
 FEATURES = {k for k, v in llvm.get_host_cpu_features().items() if v}
 ISA = choose_isa(FEATURES, os.environ.get("LITERATE_ISA", ""))
 
-# %% ../nbs/08_native.ipynb #4be23825
+# %% ../nbs/08_native.ipynb #f27fa95e
 def _sources() -> list[Path]:
     "The package's files that chapters with kernels import: this one, the vocabulary, and kernels that others build on."
     here = Path(__file__).parent if "__file__" in globals() else Path()
@@ -58,7 +58,7 @@ def cache_folder() -> Path:
     here = Path(__file__).parent / "__pycache__" if "__file__" in globals() else None
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     user = os.getuid() if hasattr(os, "getuid") else 0
-    shared = Path(tempfile.gettempdir()) / f"literate_engine-{user}"
+    shared = Path(tempfile.gettempdir()) / f"literate_engine-{user}-own"
     for root in map(Path, filter(None, [os.environ.get("NUMBA_CACHE_DIR"), here, home / "literate_engine", shared])):
         d = root / "literate_engine" / "numba" / cache_key()
         try:

@@ -109,7 +109,7 @@ class Serving:
         self.stopping = True
         for live in self.live: live.put(None)
 
-# %% ../nbs/51_server.ipynb #978fd878
+# %% ../nbs/51_server.ipynb #630171c5
 log = logging.getLogger("literate_engine.server")
 
 def _serving(request: Request) -> Serving: return request.app.state.serving
@@ -123,7 +123,7 @@ async def read_body(request: Request) -> bytes:
     "The body of a request, read within the limits."
     try: check_type(request.headers.raw)
     except Refused as e: raise _error(e) from None
-    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+    if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
         raise RequestError(f"content-encoding {coding[:50]!r} is not supported: send the body as it is", status=415)
     limits, chunks, size = _serving(request).limits, [], 0
     too_large = RequestError(f"the body is larger than {limits.body_bytes} bytes", status=413)

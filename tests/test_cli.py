@@ -1,6 +1,7 @@
 """The shell command, as a process: quick to start, one line for a mistake, JSON for a program."""
 import importlib.util
 import json
+import io
 import os
 import signal
 import subprocess
@@ -286,6 +287,19 @@ def test_a_text_that_never_ends_is_refused():
                 done = subprocess.run([sys.executable, "-m", "literate_engine.cli", *argv], cwd=ROOT, stdin=endless, capture_output=True, text=True, timeout=300)
             done.stderr = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("compiling kernels"))          # chat reads after the load
             assert "standard input has more than 64 MiB" in one_line(done)
+
+
+@pytest.mark.parametrize("command", ["generate", "perplexity"])
+def test_a_wrong_name_does_not_wait_for_standard_input(command):
+    process = subprocess.Popen([sys.executable, "-m", "literate_engine.cli", command, "nowhere", "-"], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try: assert process.wait(60) == 2 and "no model 'nowhere'" in process.stderr.read()
+    finally: process.kill(); process.communicate()
+
+
+def test_standard_input_may_be_text_alone(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\u00e9 cd"))
+    assert main(["perplexity", str(fixture("llama.gguf")), "-"]) == 0
+    assert capsys.readouterr().out.startswith("perplexity ")
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])

@@ -1,7 +1,6 @@
 """Every kernel compiles for every chip, without a GPU; the cache of compiled kernels survives damage; the module needs neither CuPy nor a GPU."""
 import importlib
 import os
-import resource
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -71,11 +70,14 @@ def test_the_cache(tmp_path, monkeypatch):
         path.write_bytes(damaged)
         again = compile_kernel(source, "f<1>", 80)
         assert again.cubin == first.cubin and path.read_bytes().split(b"\n", 2)[2] == first.cubin
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))           # a full disk: the write stops in the middle
-    try: assert compile_kernel(source, "f<9>", 80).cubin and compile_kernel(source, "f<9>", 80).cubin
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len([p for p in (tmp_path / "cuda").glob("*/*")]) == 5, "half a file was left"
+    try: import resource                                              # not on every system
+    except ImportError: resource = None
+    if resource:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))           # a full disk: the write stops in the middle
+        try: assert compile_kernel(source, "f<9>", 80).cubin and compile_kernel(source, "f<9>", 80).cubin
+        finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert len([p for p in (tmp_path / "cuda").glob("*/*")]) == 5, "half a file was left"
     monkeypatch.setenv("LITERATE_CACHE", str(path))                   # a file where a folder should be
     assert compile_kernel(source, "f<1>", 80).cubin == first.cubin
 

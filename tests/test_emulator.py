@@ -184,6 +184,7 @@ MISTAKES = {
     "an atomic operation before the zeros": (SHARED + "if (threadIdx.x == 40) s[0] = 0;\natomicAdd(s, 1.f);", "(writes shared memory that .* atomically changed|atomically changes shared memory that .* wrote), and they have not met"),
     "a write past the end": ("y[threadIdx.x + 1] = 1;", r"thread \(63, 0, 0\): writes just past the end of argument 0 \(float32 \[64\]\)\n    source, line 3"),
     "a write just past an odd end": ("((float*)x)[33] = threadIdx.x;", r"writes just past the end of argument 1 \(float32 \[33\]\)\n    source, line 3"),
+    "a copy that begins inside": ("__shared__ __align__(16) float s[4];\ncopy<16>(shared_address(s), x + 32); copy_commit(); copy_wait<0>();", r"reads just past the end of argument 1 \(float32 \[33\]\)"),
     "a read just past an odd end": ("y[threadIdx.x] = x[threadIdx.x];", r"thread \(33, 0, 0\): reads just past the end of argument 1"),
     "a read before the start": ("y[0] = x[-1];", r"reads 4 bytes before argument 1"),
     "a write before the start": ("y[(int)threadIdx.x - 5] = 1;", r"thread \(0, 0, 0\): writes 20 bytes before argument 0 \(float32 \[64\]\)\n    source, line 3"),

@@ -154,6 +154,11 @@ def test_a_full_disk_is_told_with_its_folder(cache, index, hub, what):
     assert len(done.stdout.splitlines()) == 1 and left(cache) == []
 
 
+def test_what_is_not_the_disk_is_not_called_so(cache):
+    def fetch(folder, part): raise FileNotFoundError(2, "no such program", "pip")
+    with pytest.raises(FileNotFoundError, match="no such program"): core._fetched_once(cache / "x.gguf", None, fetch)
+
+
 def test_why_an_installer_failed(cache):
     full = "ERROR: Exception:\nTraceback (most recent call last):\n  File \"x\"\nOSError: [Errno 28] No space left on device\n\n[notice] A new release of pip\n"
     assert core._reason(full).startswith(f"No space left on device: {cache} (LITERATE_CACHE is ")

@@ -15,7 +15,7 @@ def shared(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     monkeypatch.setattr(native, "__file__", os.path.join(os.devnull, "native.py"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"literate_engine-{os.getuid() if hasattr(os, 'getuid') else 0}"
+    return tmp_path / f"literate_engine-{os.getuid() if hasattr(os, 'getuid') else 0}-own"
 
 
 def test_a_new_folder_is_this_users_alone(shared):

@@ -1,6 +1,7 @@
 """The server over a real socket: a scripted engine behind it, the official client and raw sockets in front."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -895,25 +896,44 @@ def test_one_connection_too_many_is_told_so():
         assert wait_for(lambda: idle(engine))
 
 
-def test_a_reader_that_stalls_is_dropped():
+@contextlib.contextmanager
+def serving_megabytes(n, limits):
+    "A server of answers of n MiB; its address, and the server."
+
     async def large(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(64):
-            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": bytes(n << 20)})
 
     sock = server.listen("127.0.0.1", 0)
-    running = connections.Server(connections.http_config(large, connections.ConnectionLimits(stall_seconds=0.3)))
+    running = connections.Server(connections.http_config(large, limits))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
-        with socket.create_connection(sock.getsockname(), timeout=20) as s:
-            s.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert s.recv(1, socket.MSG_PEEK) == b"H"
-            assert wait_for(lambda: not running.server_state.connections)
+        yield sock.getsockname(), running
     finally:
         running.should_exit = True
         thread.join()
         sock.close()
+
+
+def test_a_reader_that_stalls_is_dropped():
+    with serving_megabytes(64, connections.ConnectionLimits(stall_seconds=0.3)) as (place, running):
+        with socket.create_connection(place, timeout=20) as s:
+            s.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert s.recv(1, socket.MSG_PEEK) == b"H"
+            assert wait_for(lambda: not running.server_state.connections)
+
+
+def test_a_reader_that_is_slow_gets_all_of_its_answer():
+    with serving_megabytes(64, connections.ConnectionLimits(stall_seconds=1.0, head_seconds=1.0)) as (place, _):
+        with socket.create_connection(place, timeout=20) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            s.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            size = 0
+            while piece := s.recv(1 << 20):
+                size += len(piece)
+                time.sleep(len(piece) / (16 << 20))  # four seconds in all
+        assert size > 64 << 20
 
 
 SHORT = """
@@ -973,6 +993,9 @@ def test_an_answer_before_the_end_of_the_request_ends_the_connection():
             with pytest.raises(ConnectionError):
                 for _ in range(1 << 14):
                     s.send(bytes(1 << 16))
+        with socket.create_connection(address(url), timeout=20) as s:  # asks whether to send, and does not wait
+            s.sendall(b"POST /nope HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 500000\r\n\r\n" + bytes(500000))
+            assert rest(s).startswith(b"HTTP/1.1 404 ")
         c = http.client.HTTPConnection(*address(url), timeout=20)  # a whole body: the connection stays
         for path, status in (("/nope", 404), (ROUTES[1], 200), ("/nope", 404), (ROUTES[1], 200)):
             c.request("POST", path, json.dumps(asked(ROUTES[1])), {"Content-Type": "application/json", "Host": "localhost"})
