@@ -257,7 +257,7 @@ def _one_setting(what: str, path: Path, device: str, threads: int, batch: int, n
     finally:
         for side in sides: side.close()
 
-# %% ../nbs/60_bench.ipynb #e9394fef
+# %% ../nbs/60_bench.ipynb #d81653d8
 def run_bench(
     what: str,  # "decode" | "batch" | "prefill" | "turn" | "load"
     model: str = DEFAULT_MODEL,  # what find_model takes
@@ -303,14 +303,11 @@ def run_bench(
     return {"machine": machine(), "settings": settings, "rows": rows}
 
 def _device(path: Path, device: str) -> str:
-    from literate_engine.config import ModelConfig
     from literate_engine.gguf import GGUFFile
-    from literate_engine.settings import EngineConfig, which_device
+    from literate_engine.settings import EngineConfig, model_of, which_device
     config = EngineConfig(device=device)
     if config.device != "auto": return config.device                      # whether it can be is for the engine to say
-    with GGUFFile(path) as g:
-        known = ModelConfig.from_gguf(g)
-        return which_device(config, known, [t for name, t in g.tensors.items() if name in known.tensors()])[0]
+    with GGUFFile(path) as g: return which_device(config, *model_of(g, config))[0]
 
 def _n_vocab(path: Path) -> int:
     from literate_engine.gguf import GGUFFile

@@ -68,19 +68,7 @@ def _table(rows: list[dict], columns: list[str], title: str | None = None) -> No
     for r in rows: table.add_row(*("" if (v := r.get(c)) is None else f"{v:.4g}" if isinstance(v, float) else str(v) for c in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
-# %% ../nbs/61_cli.ipynb #cc749a3b
-def _check_settings(path, *settings: dict) -> None:
-    "ValueError for what the engine would refuse with this file, from its header alone."
-    from literate_engine.config import ModelConfig
-    from literate_engine.gguf import GGUFFile
-    from literate_engine.settings import config_of, resolve
-    configs = [config_of(s) for s in settings]
-    with GGUFFile(path) as file:
-        for config in configs:
-            model = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
-            resolve(config, model, [t for name, t in file.tensors.items() if name in model.tensors()])
-
-# %% ../nbs/61_cli.ipynb #0fac9804
+# %% ../nbs/61_cli.ipynb #30159ae5
 @app.command()
 def serve(
     model: Model = "smollm2",
@@ -106,10 +94,9 @@ def serve(
     path = find_model(model)                                          # before the imports: a wrong name is told at once
     from literate_engine.server import serve as serve_model
     names = tuple(name for name in allowed_hosts.split(",") if name)
-    options = _given(device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, kv_type=kv_type, kv_type_v=kv_type_v, max_model_len=max_model_len,
-                     max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory, host_cache_memory=host_cache_memory)
-    _check_settings(path, options)                                    # and so is what contradicts the model or the machine
-    serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **_given(model_name=model if model in MODELS else None), **options)
+    options = _given(model_name=model if model in MODELS else None, device=device, num_threads=threads, activations=activations, gemm_backend=gemm_backend, kv_type=kv_type, kv_type_v=kv_type_v,
+                     max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_memory, host_cache_memory=host_cache_memory)
+    serve_model(path, host=host, port=port, api_key=api_key, no_api_key=no_api_key, allowed_hosts=names, **options)
 
 # %% ../nbs/61_cli.ipynb #951d3a54
 def _llm(model, **options):         # what find_model takes
@@ -251,7 +238,7 @@ def perplexity(
     if json: _print_json({"perplexity": value, "num_tokens": n, "model": model, "file": file, "activations": activations})
     else: print(f"perplexity {value:.4f} over {n} tokens")
 
-# %% ../nbs/61_cli.ipynb #64cbde93
+# %% ../nbs/61_cli.ipynb #d8152d7e
 @app.command(name="trace-diff")
 def trace_diff(
     model: Model,
@@ -266,6 +253,7 @@ def trace_diff(
     import math
     from literate_engine.core import find_model
     from literate_engine.gguf import GGUFFile
+    from literate_engine.settings import EngineConfig, check_settings
     from literate_engine.tokenizer import Tokenizer
     from literate_engine.trace import CALLS, first_divergence
     from literate_engine.trace import trace_diff as compare
@@ -277,7 +265,7 @@ def trace_diff(
     with GGUFFile(path) as file: ids = Tokenizer.from_gguf(file).encode(text)
     n = max(1, len(ids))
     shared = {"activations": activations, "max_model_len": n, "max_num_seqs": min(1024, n), "max_num_batched_tokens": min(2**16, n)}
-    _check_settings(path, *({"device": d, "gemm_backend": gemm_backend if d == "cuda" or "cuda" not in pair else "auto", **shared} for d in pair))
+    check_settings(path, *(EngineConfig(device=d, gemm_backend=gemm_backend if d == "cuda" or "cuda" not in pair else "auto", **shared) for d in pair))
     calls = compare(path, pair, ids, activations, gemm_backend)
     first = first_divergence(calls, tolerance)
     layers = {}

@@ -6,7 +6,7 @@
 __all__ = ['log', 'StepOutput', 'Clock', 'Generation', 'Scoring', 'EngineCore', 'Flight', 'EngineFull', 'Loaded', 'Engine',
            'load_model', 'scripted_engine']
 
-# %% ../nbs/43_engine.ipynb #521228f3
+# %% ../nbs/43_engine.ipynb #c7799d67
 import logging
 import queue
 import threading
@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .chat import ChatTemplate
-from .config import ModelConfig
 from .core import available_memory, find_model, without_gc
 from .gguf import GGUFFile
 from .grammar import Grammars, Matcher
@@ -33,7 +32,7 @@ from .metrics import Metrics
 from .sampling import ConstraintError, Sampler, SamplingParams, logprobs
 from .scheduler import PENDING, Request, Scheduler
 from .scripted import ScriptedModel, byte_tokenizer
-from .settings import MIN_ROWS, EngineConfig, blocks_that_fit, resolve, which_device
+from .settings import MIN_ROWS, EngineConfig, blocks_that_fit, model_of, resolve, which_device
 from .tokenizer import StopStrings, StreamDecoder, Tokenizer
 from .topk_gpu import Ask, Candidates, LogitRows
 from .memory_gpu import gpu_memory_held, why_no_gpu
@@ -518,15 +517,13 @@ def _load(self, path, cache_salt: str = "") -> list[int]:     # the saved text; 
 
 Engine._between_steps, Engine._identity, Engine.save_state, Engine.load_state = _between_steps, _identity, _save, _load
 
-# %% ../nbs/43_engine.ipynb #291196d0
+# %% ../nbs/43_engine.ipynb #e4d3a802
 @without_gc()
 def load_model(path, config: EngineConfig, progress=None) -> tuple[Loaded, EngineConfig]:
     "Open a model file and load it as configured."
     from literate_engine.model import Model
     file = GGUFFile(path)
-    model_config = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
-    needs = model_config.tensors()
-    tensors = [t for name, t in file.tensors.items() if name in needs]
+    model_config, tensors = model_of(file, config)
     device, why = which_device(config, model_config, tensors)
     note = [f"device {device}: {why}"] if config.device == "auto" and (device == "cuda" or not why_no_gpu()) else []       # that there is no GPU is no news
     config = resolve(replace(config, device=device), model_config, tensors)

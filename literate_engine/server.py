@@ -8,7 +8,7 @@ __all__ = ['VALUES_PER_TOKEN', 'log', 'SMALL', 'SSE_HEADERS', 'router', 'Limits'
            'health', 'models', 'model', 'props', 'metrics', 'slots', 'tokenize', 'detokenize', 'Guard', 'create_app',
            'listen', 'background', 'serve', 'main']
 
-# %% ../nbs/51_server.ipynb #078d6d55
+# %% ../nbs/51_server.ipynb #64914da6
 import argparse
 import asyncio
 import functools
@@ -39,7 +39,7 @@ from .protocol import (DONE, MAX_DEPTH, MAX_INPUTS, ChatCompletionRequest, ChatR
                                       EmbeddingRequest, RequestError, TokenizeRequest, check_token_ids, described, embedding_reply, event, extent, invalid, joined_logprobs,
                                       parse_json, parse_request, prompt_list, sampling_options, template_messages, to_json, usage)
 from .sampling import CONSTRAINTS, ConstraintError, SamplingParams
-from .settings import config_of
+from .settings import check_settings, config_of
 
 # %% ../nbs/51_server.ipynb #3be38752
 @dataclass(frozen=True)
@@ -561,7 +561,7 @@ def background(app, host: str = "127.0.0.1"):
         server.should_exit = True
         thread.join(); sock.close()
 
-# %% ../nbs/51_server.ipynb #7c00b1dc
+# %% ../nbs/51_server.ipynb #b721884b
 def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | None = None, limits: Limits | None = None,
           api_key: str | None = None,    # default: the environment's LITERATE_API_KEY
           no_api_key: bool = False,      # beyond loopback without a key
@@ -569,6 +569,7 @@ def serve(path, host: str = "127.0.0.1", port: int = 8080, model_name: str | Non
           **engine_options) -> None:
     "Serve a model file until interrupted; `engine_options` are fields of EngineConfig. ValueError for what the user got wrong."
     config, future, given_up = config_of(engine_options), Future(), threading.Event()
+    check_settings(path, config)                     # what contradicts the model or the machine is told at once
     shown = api_key and "YOUR_API_KEY"               # what the line to paste says: a key of the user's is not printed
     if api_key is None and not no_api_key and (api_key := os.environ.get("LITERATE_API_KEY") or None): shown = "$LITERATE_API_KEY"
     sock = listen(host, port)

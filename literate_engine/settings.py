@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CORES', 'DEFAULT_KV_MEMORY', 'DEFAULT_CHECKPOINT_MEMORY', 'BATCHED_TOKENS', 'MIN_ROWS', 'ON_A_GPU', 'EngineConfig',
-           'config_of', 'no_gpu_kernels', 'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve']
+           'config_of', 'no_gpu_kernels', 'which_device', 'GpuRoom', 'gpu_room', 'blocks_that_fit', 'resolve',
+           'model_of', 'check_settings']
 
-# %% ../nbs/42_settings.ipynb #8ce729c0
+# %% ../nbs/42_settings.ipynb #7798f760
 import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,7 @@ from .cublas import BACKENDS, BY_LIBRARY, choose_gemm, gemm_room
 from .cuda import CudaError, cupy, device
 from .deltanet import state_bytes
 from .emulator import emulated_arch
+from .gguf import GGUFFile
 from .kvcache import KV_TYPES, kv_bytes, kv_bytes_per_block, kv_groups
 from .recorder import cpu_weight_bytes, state_shapes
 from .memory_gpu import RESERVE, choose_device, memory_plan, step_bytes, too_old, weight_bytes
@@ -92,7 +94,7 @@ def config_of(options: dict) -> EngineConfig:
         raise TypeError(f"there is no setting {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"))
     return EngineConfig(**options)
 
-# %% ../nbs/42_settings.ipynb #1e0b82ca
+# %% ../nbs/42_settings.ipynb #c423e1c7
 DEFAULT_KV_MEMORY, DEFAULT_CHECKPOINT_MEMORY = 2**30, 2**29
 BATCHED_TOKENS = {"cuda": 4096, "cpu": 512, "ref": 512}
 MIN_ROWS = 64       # rows of logits that a step can return at least: what `logits` and `prompt_logprobs` compute at a time
@@ -176,3 +178,14 @@ def resolve(config: EngineConfig, model: ModelConfig, tensors=()) -> EngineConfi
     return replace(config, gemm_backend=gemm, max_num_batched_tokens=batched, long_prefill_token_threshold=step, kv_type=kv_type, kv_type_v=kv_types[1], max_model_len=length, num_state_checkpoints=checkpoints,
                    host_cache_memory=config.host_cache_memory if config.enable_prefix_caching else 0,
                    num_threads=config.num_threads or num_cores(), kv_memory=memory_of(usable, length) or None, rope_freq_base=config.rope_freq_base or None)
+
+def model_of(file: GGUFFile, config: EngineConfig) -> tuple[ModelConfig, list]:
+    "The model that a file describes, and its tensors of which a device must hold a copy."
+    model = ModelConfig.from_gguf(file, config.rope_freq_base, config.yarn_truncate)
+    needs = model.tensors()
+    return model, [t for name, t in file.tensors.items() if name in needs]
+
+def check_settings(path, *configs: EngineConfig) -> None:
+    "ValueError for what the engine would refuse with this file, from its header alone."
+    with GGUFFile(path) as file:
+        for config in configs: resolve(config, *model_of(file, config))

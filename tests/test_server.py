@@ -828,6 +828,7 @@ def test_beyond_loopback_a_key_is_needed(monkeypatch, capsys, options, env, expe
     servers, make = [], server._uvicorn
     monkeypatch.setattr(server, "_uvicorn", lambda app: servers.append(make(app)) or servers[0])
     monkeypatch.setattr(server, "Engine", lambda *_: scripted(ids("Hi")))
+    monkeypatch.setattr(server, "check_settings", lambda *_: None)
     monkeypatch.setenv("LITERATE_API_KEY", env or "")
     thread = threading.Thread(target=server.serve, args=("model.gguf",), kwargs={"host": "0.0.0.0", "port": 0} | options)
     thread.start()
